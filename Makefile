@@ -17,6 +17,10 @@ VERL_WHOLE_VENV ?= .venv-verl-whole
 # And the whole trainers of slime, miles and Megatron-LM RL, and that of NeMo-RL, from checkouts: docs/trainers.md.
 SLIME_VENV ?= .venv-slime
 NEMO_RL_VENV ?= .venv-nemo-rl
+# And TRL from PyPI, prime-rl and SkyRL from checkouts, in one for the three.
+DOORS_VENV ?= .venv-doors
+PRIME_RL_SRC ?=
+SKYRL_SRC ?=
 SLIME_SRC ?=
 MILES_SRC ?=
 MEGATRON_SRC ?=
@@ -37,7 +41,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help bench bench-contenders compare compare-sglang test test-megatron-rl test-miles test-nemo-rl test-sglang \
-	test-slime test-verl test-verl-whole sglang lint format docs clean
+	test-prime-rl test-skyrl test-slime test-trl test-verl test-verl-whole sglang lint format docs clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)$$/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -101,6 +105,24 @@ test-megatron-rl: $(call READY,MEGATRON_SRC)  ## Megatron-LM's train_rl.py; need
 test-nemo-rl: $(call READY,NEMO_RL_SRC)  ## NeMo-RL's run_grpo.py; needs NEMO_RL_SRC=
 	$(call whole,nemo_rl,NEMO_RL_SRC,nemo_rl_cpu.sh,$(NEMO_RL_VENV))
 
+$(DOORS_VENV)/.made: ci/trainers_cpu.txt ci/constraints-cpu.txt
+	@echo "making $(DOORS_VENV) for TRL, prime-rl and SkyRL on CPU"
+	$(PYTHON) -m venv $(DOORS_VENV)
+	$(DOORS_VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check $(PIP_ARGS) \
+		--constraint ci/constraints-cpu.txt --requirement ci/trainers_cpu.txt
+	@touch $@
+
+test-trl: $(DOORS_VENV)/.made  ## TRL's GRPOTrainer as a whole on CPU (TRL from PyPI; 2 GB, made on first use)
+	$(DOORS_VENV)/bin/python -m pytest tests/hooks/trl $(TRAINER_ARGS)
+
+test-prime-rl: $(if $(PRIME_RL_SRC),$(DOORS_VENV)/.made)  ## prime-rl's train() as a whole on CPU; needs PRIME_RL_SRC=
+	@$(if $(PRIME_RL_SRC),PRIME_RL_SRC="$(abspath $(PRIME_RL_SRC))" $(DOORS_VENV)/bin/python -m pytest tests/hooks/prime_rl \
+		$(TRAINER_ARGS),echo "not run: prime-rl; make $@ PRIME_RL_SRC=CHECKOUT (docs/prime_rl.md)")
+
+test-skyrl: $(if $(SKYRL_SRC),$(DOORS_VENV)/.made)  ## SkyRL's worker steps on CPU; needs SKYRL_SRC=
+	@$(if $(SKYRL_SRC),SKYRL_SRC="$(abspath $(SKYRL_SRC))" $(DOORS_VENV)/bin/python -m pytest tests/hooks/skyrl \
+		$(TRAINER_ARGS),echo "not run: SkyRL; make $@ SKYRL_SRC=CHECKOUT (docs/skyrl.md)")
+
 lint: $(VENV)/.lint  ## ruff check, ruff format --check, pyright
 	@failed=0; for command in "ruff check" "ruff format --check" "pyright --pythonpath $(BIN)/python"; do \
 		echo "$$command"; $(BIN)/$$command || failed=1; \
@@ -114,7 +136,7 @@ docs: $(VENV)/.test  ## write the generated tables of docs/ again
 	$(BIN)/python -m ci.docs
 
 clean:  ## remove environments, builds and caches
-	rm -rf $(VENV) $(BENCH_PACKAGES) $(SGLANG_VENV) $(VERL_VENV) $(VERL_WHOLE_VENV) $(SLIME_VENV) $(NEMO_RL_VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_PACKAGES) $(SGLANG_VENV) $(VERL_VENV) $(VERL_WHOLE_VENV) $(SLIME_VENV) $(NEMO_RL_VENV) $(DOORS_VENV) build dist .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
 	@echo "making $(VENV) with $(PYTHON)"

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from mismatch_plugin.compare.report import EVIDENCE, cell, conclusion, final_table, read_evidence, survivors
-from mismatch_plugin.compare.statistics import BASELINE, Results, read_folder, summarise
+from mismatch_plugin.compare.statistics import Results, read_folder, summarise
 from mismatch_plugin.files import write_whole
 from mismatch_plugin.report.table import Table, number, p_value, signed
 
 FOLDER = EVIDENCE.parent
-_SHORT = (BASELINE, "bypass", "token_is")
 
 
 @dataclass(frozen=True)
@@ -66,13 +65,6 @@ def write_evidence(runs: dict[str, list[Path]]) -> None:
     write_whole(EVIDENCE, json.dumps({"rates": rates}).replace("}, ", "},\n") + "\n")
 
 
-def short_table() -> Table:
-    """Uncorrected PPO, bypass and token weights in every setting, on 24 seeds."""
-    titles = {setting: entry["title"] for setting, entry in summary()["settings"].items()}
-    rows = [(titles[setting], *(cell(of[name]) for name in _SHORT)) for setting, of in band()["1"].items()]
-    return Table("Final exact match", ("rollout engine and trainer", *_SHORT), tuple(rows))
-
-
 def said_list() -> Sentences:
     """The conclusion that 24 seeds carry."""
     return Sentences(conclusion(band()["1"]))
@@ -110,7 +102,6 @@ def band_table() -> Table:
 
 
 TABLES: dict[str, Callable[[], Table | Sentences]] = {
-    "compare-short": short_table,
     "compare-said": said_list,
     "compare-settings": settings_table,
     "compare-final": lambda: final_table(band()["1"]),

@@ -7,7 +7,7 @@ findings from the check itself. Only advice (recommended bounds) is written here
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import get_args
 
 from mismatch_plugin.config import ALGORITHM_NAMES, MismatchConfig
@@ -19,7 +19,8 @@ from mismatch_plugin.data.columns import NAMES
 from mismatch_plugin.diagnose.findings import FAULTS, FaultName
 from mismatch_plugin.diagnose.normal import normal_table
 from mismatch_plugin.diagnose.recommend import rules_table
-from mismatch_plugin.hooks.version import HOSTS, manifest, recorded_version
+from mismatch_plugin.hooks.base import METHODS
+from mismatch_plugin.hooks.hosts import HOSTS
 from mismatch_plugin.report.presets import presets_table, show
 from mismatch_plugin.report.table import NOTHING, Table
 
@@ -98,6 +99,15 @@ DETECTIONS: dict[FaultName, tuple[str, str]] = {
         "a server serves other weights than the trainer sent",
         "the server's plugin, next to the trainer's `weight_fingerprint`",
     ),
+    "stale_cache": (
+        "keys and values of older weights were reused under a new version: the cache was not flushed",
+        "the server's plugin",
+    ),
+    "update_lost_in_precision": (
+        "an update changed few elements, since bfloat16 rounds small steps away",
+        "the server's plugin",
+    ),
+    "cloned_group": ("responses of one group that are the same, at a temperature above 0", "ids, and how unlikely"),
     "wrong_prompt": ("another prompt, template or BOS", "the gap decays along responses, or with prompts' lengths"),
     "retokenised": ("text decoded and encoded again", "sides agree up to a position, and not behind it"),
     "quantised": ("sides in different precision", "even noise above that of bf16, of a size that such pairs have"),
@@ -222,14 +232,49 @@ def health_table() -> Table:
 
 
 def versions_table() -> Table:
-    """The host versions that the tests ran with, from `patches/manifest.json`."""
-    tested = {host: recorded_version(host) for host in HOSTS if host in manifest()["tested"]}
-    rows = tuple((host, str(found.version), found.commit or "the release") for host, found in tested.items())
+    """The host versions that the tests ran with."""
+    rows = tuple((host.name, host.version, host.commit or "the release") for host in HOSTS.values())
     notes = (
         "The start-up block says where yours is another one. Tested are the hosts' own functions; which trainers ran "
         "as a whole is in [trainers](trainers.md).",
     )
     return Table("Tested versions", ("host", "version", "commit"), rows, notes=notes)
+
+
+def hosts_table() -> Table:
+    """How each host takes the plugin, and what divides its loss."""
+    rows = tuple(
+        (host.title, host.door, host.denominator, ", ".join(f"`{name}`" for name in host.dumps) or NOTHING)
+        for host in HOSTS.values()
+    )
+    return Table("Hosts", ("trainer", "without the launcher", "denominator", "dumps that `inspect` reads"), rows)
+
+
+def methods_of_hosts_table() -> Table:
+    """What each host takes of the methods, and why not."""
+    rows = []
+    for key, method in METHODS.items():
+        cells = [host.lacks.get(key) for host in HOSTS.values()]
+        if any(cells):
+            only = [f"only with {lack.unless}" if lack and lack.unless else "no" for lack in cells]
+            said = (f"{how}: {lack.why}" if lack else "yes" for how, lack in zip(only, cells, strict=True))
+            rows.append((method.title, *said))
+    return Table("Methods", ("method", *(host.title for host in HOSTS.values())), tuple(rows))
+
+
+def owned_table() -> Table:
+    """The settings that a host decides, and what sets them there."""
+    paths = dict.fromkeys(path for host in HOSTS.values() for path in host.owns)
+    rows = tuple(
+        (f"{path}*" if path.endswith((".", "kl")) else path, *(_where(host.owns, path) for host in HOSTS.values()))
+        for path in paths
+    )
+    return Table("Owned", ("setting", *(host.title for host in HOSTS.values())), rows, code=frozenset({"setting"}))
+
+
+def _where(owns: Mapping[str, str], path: str) -> str:
+    found = owns.get(path)
+    return "ours" if found is None else f"`{found}`" if found else NOTHING
 
 
 def names_table() -> Table:
@@ -246,6 +291,9 @@ TABLES: dict[str, Callable[[], Table]] = {
     "algorithms": algorithms_table,
     "bounds": bounds_table,
     "health": health_table,
+    "hosts": hosts_table,
+    "hosts-methods": methods_of_hosts_table,
+    "hosts-owned": owned_table,
     "metrics": metrics_table,
     "names": names_table,
     "normal": normal_table,

@@ -47,19 +47,7 @@ PYTHON
 "$bin/mismatch-plugin" --version
 "$bin/mismatch-plugin" presets > presets.txt
 "$bin/mismatch-plugin" explain > explain.txt
-"$bin/python" - << 'PYTHON'
-import json
-import random
-
-rng = random.Random(0)
-with open("rollouts.jsonl", "w") as rollouts, open("training.jsonl", "w") as training:
-    for _ in range(32):
-        values = [-rng.expovariate(1.0) for _ in range(32)]
-        ids = [rng.randrange(100) for _ in values]
-        print(json.dumps({"prompt_ids": [1], "response_ids": ids, "rollout_log_probs": values}), file=rollouts)
-        print(json.dumps({"train_log_probs": [min(0.0, v + rng.gauss(0, 0.01)) for v in values]}), file=training)
-PYTHON
-"$bin/mismatch-plugin" inspect rollouts.jsonl training.jsonl > inspect.txt
-test -s rollouts_inspect/report.html
-echo "inspect says: $(head -1 inspect.txt)"
+"$bin/mismatch-plugin" demo > demo.txt
+test -s mismatch-demo/rollouts_inspect/report.html
+echo "demo says: $(head -1 demo.txt)"
 echo "the console script lists $(wc -l < presets.txt) lines of presets and explains in $(wc -l < explain.txt)"

@@ -1,30 +1,24 @@
 """`mismatch-plugin patch`: the small patches of the hosts, for those who rather patch than launch.
 
-Each patch is one file of one host, made at a recorded commit; `patches/manifest.json` holds why, and the file's
-checksums before and after. All files of a host are checked before the first is changed. `git apply` works on a copy in
-a folder of its own, so that nothing that the checkout's git configuration names (filters, hooks, a file system monitor)
-is run.
+`patches/manifest.json` has one entry a file of a host: why, and its edits, each a text that is there once and
+what takes its place. All files of a host are checked before the first is changed; nothing in the checkout is run.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
+import json
 import shutil
-import subprocess
-import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from mismatch_plugin.config.values import host_name
 from mismatch_plugin.files import replacing
-from mismatch_plugin.hooks import version
+from mismatch_plugin.hooks.hosts import HOSTS, find_host
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -42,27 +36,37 @@ class State(Enum):
 
     RELEASED = "not applied"
     APPLIED = "applied"
-    DIRTY = "changed by something else"
     OTHER = "another version"
     MISSING = "not there"
-    LINKED = "reached by a symbolic link"
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One entry of the manifest. patch: its path there. before, after: `sha256` of the file. optional: applied only
-    when asked for. edits: what `patches/generate.py` makes it from."""
+    """One entry of the manifest. optional: applied only when asked for. edits: (text that is there once, what takes its
+    place)."""
 
     host: str
-    repository: str
-    commit: str
     file: str
-    patch: str
-    why: str
     optional: bool
-    before: Mapping[str, str]
-    after: Mapping[str, str]
-    edits: Sequence[Any] = ()
+    why: str
+    edits: Sequence[tuple[str, str]]
+
+    def changed(self, text: str, back: bool = False) -> str | None:
+        """The file's text with the edits made, or taken back; None where it is not the text for that."""
+        for edit in self.edits:
+            find, replace = reversed(edit) if back else edit
+            # What takes a text's place may hold it.
+            if text.count(find) != 1 or (not back and text.count(replace)):
+                return None
+            text = text.replace(find, replace)
+        return text
+
+
+def manifest() -> list[Patch]:
+    """All patches: inside the installed package, or next to it in a checkout."""
+    here = Path(__file__).parent
+    path = next(folder / "patches" / "manifest.json" for folder in (here, here.parent) if (folder / "patches").is_dir())
+    return [Patch(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
 
 
 def patches_of(host: str, files: Collection[str] = (), optional: bool = False) -> list[Patch]:
@@ -70,12 +74,14 @@ def patches_of(host: str, files: Collection[str] = (), optional: bool = False) -
 
     Raises: PatchError for a host or file without a patch.
     """
-    every, host = [Patch(**entry) for entry in version.manifest()["patches"]], host_name(host)
+    every, given = manifest(), host
+    with suppress(ValueError):
+        host = find_host(given).name
     mine = [patch for patch in every if patch.host == host]
     if not mine:
         hosts = ", ".join(dict.fromkeys(patch.host for patch in every))
-        more = " verl needs none: it finds the installed package by its entry point." if host == "verl" else ""
-        raise PatchError(f"there is no patch for host {host!r}: there are those of {hosts}.{more}")
+        more = f" {HOSTS[host].title} needs none: {HOSTS[host].door}." if host in HOSTS else ""
+        raise PatchError(f"there is no patch for host {given!r}: there are those of {hosts}.{more}")
     unknown = sorted(set(files) - {patch.file for patch in mine})
     if unknown:
         raise PatchError(
@@ -85,113 +91,65 @@ def patches_of(host: str, files: Collection[str] = (), optional: bool = False) -
 
 
 def state_of(patch: Patch, root: Path) -> State:
-    """What the file is now. Of a version other than the recorded one, whether the patch (or its reverse) applies."""
-    path = root / patch.file
-    if not path.is_file():
+    """What the file is now."""
+    if not (root / patch.file).is_file():
         return State.MISSING
-    if path.resolve() != root.resolve() / patch.file:  # git apply follows no link below the root
-        return State.LINKED
-    content = path.read_bytes()
-    digest = hashlib.sha256(content).hexdigest()
-    if digest == patch.before["sha256"]:
-        return State.RELEASED
-    if digest == patch.after["sha256"] or _patched(patch, content, "--reverse") is not None:
+    text = _read(root / patch.file)
+    if patch.changed(text, back=True) is not None:
         return State.APPLIED
-    if _patched(patch, content) is None:
-        return State.OTHER
-    return State.RELEASED if _is_committed(root, patch.file, content) else State.DIRTY
+    return State.OTHER if patch.changed(text) is None else State.RELEASED
 
 
 def apply(patches: Sequence[Patch], root: Path) -> list[str]:
     """Apply what is not applied, and say what was done. Raises PatchError before any file is changed."""
-    return _change(patches, root, State.RELEASED, State.APPLIED, "applied to")
+    return _change(patches, root, State.APPLIED, "applied to")
 
 
 def revert(patches: Sequence[Patch], root: Path) -> list[str]:
     """Take back what is applied, and say what was done. Raises PatchError before any file is changed."""
-    return _change(patches, root, State.APPLIED, State.RELEASED, "reverted in", "--reverse")
+    return _change(patches, root, State.RELEASED, "reverted in")
 
 
-def _change(patches: Sequence[Patch], root: Path, start: State, end: State, done: str, *how: str) -> list[str]:
+def _change(patches: Sequence[Patch], root: Path, end: State, done: str) -> list[str]:
     if not root.is_dir():
         raise PatchError(f"{root} is no folder: give the root of the host's checkout.")
-    changed: dict[Path, bytes] = {}
+    changed: dict[Path, str] = {}
     said = []
     for patch in patches:
-        state, path = state_of(patch, root), root / patch.file
+        state, path = state_of(patch, root), (root / patch.file).resolve()
         if state is end:
             said.append(f"nothing to do: {patch.file} ({end.value})")
-            continue
-        content = _patched(patch, path.read_bytes(), *how) if state is start else None
-        if content is None:
+        elif state in (State.OTHER, State.MISSING):
             raise PatchError(_refusal(patch, state, root))
-        changed[path] = content
-        said.append(f"{done} {patch.file}")
-    for path, content in changed.items():
+        else:
+            changed[path] = patch.changed(_read(path), back=end is State.RELEASED) or ""
+            said.append(f"{done} {patch.file}")
+    for path, text in changed.items():
         with replacing(path) as new:
-            new.write_bytes(content)
+            new.write_text(text, encoding="utf-8", newline="")
             shutil.copymode(path, new)
     return said
 
 
 def _refusal(patch: Patch, state: State, root: Path) -> str:
-    where = f"{patch.repository} at {patch.commit[:10]}"
+    host = HOSTS.get(patch.host)
+    where = f"{host.repository} at {(host.commit or host.version)[:10]}" if host else patch.host
     if state is State.MISSING:
         return f"{root} has no {patch.file}: is it a checkout of {where}?"
-    if state is State.LINKED:
-        return (
-            f"{patch.file} is reached by a symbolic link to {(root / patch.file).resolve()}, which git apply does not "
-            f"follow: give the root of the checkout that holds the file itself."
-        )
-    if state is State.DIRTY:
-        return (
-            f"{patch.file} has changes of its own that are not committed (or is no file of a git checkout): commit or "
-            f"revert them first, or check {where} out."
-        )
     return (
-        f"{patch.file} is that of {patch.host} {version.read_version(patch.host, root)}, not the file that the patch "
-        f"was made for, and it does not apply: use {where}, or launch through `python -m mismatch_plugin.launch`, "
-        f"which needs no patch."
+        f"{patch.file} is not the file that the patch was made for, and it does not apply: use {where}, or launch "
+        f"through `python -m mismatch_plugin.launch`, which needs no patch."
     )
 
 
-def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """git in `folder`, not in a repository that merely contains it; it runs no program but itself.
-
-    What a checkout's configuration can make git run is off (file system monitor, hooks) or not used here (filters and
-    drivers, which act on files that git itself reads or writes); objects that are missing are not fetched.
-    """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    environment |= {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent), "GIT_NO_LAZY_FETCH": "1"}
-    switches = ("core.fsmonitor=false", "core.hooksPath=/dev/null", "protocol.allow=never")
-    command = ["git", *(word for switch in switches for word in ("-c", switch)), *arguments]
-    try:
-        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        raise PatchError("git is not installed, and patches are applied by `git apply`: install it.") from error
-
-
-def _patched(patch: Patch, content: bytes, *how: str) -> bytes | None:
-    """The file's content after `git apply`, or None where that refuses."""
-    with tempfile.TemporaryDirectory() as name:
-        copy = Path(name, patch.file)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(content)
-        path = (version.folder() / patch.patch).resolve()
-        done = _git(Path(name), "apply", "--whitespace=nowarn", *how, str(path))
-        return copy.read_bytes() if done.returncode == 0 else None
-
-
-def _is_committed(root: Path, file: str, content: bytes) -> bool:
-    """Whether the last commit holds the file as it is. Compared here: git's own status would run filters."""
-    found = _git(root, "rev-parse", "--verify", "--quiet", f"HEAD:./{file}").stdout.strip()
-    blob = b"blob %d\0" % len(content) + content
-    return found in (hashlib.sha1(blob, usedforsecurity=False).hexdigest(), hashlib.sha256(blob).hexdigest())
+def _read(path: Path) -> str:
+    with path.open(encoding="utf-8", newline="") as file:
+        return file.read()
 
 
 # The command ----------------------------------------------------------------------------------------------------------
 
-Host = Annotated[str, typer.Option(help="slime, miles, megatron-lm or nemo-rl.")]
+Host = Annotated[str, typer.Option(help=f"{', '.join(HOSTS)}.")]
 Root = Annotated[Path, typer.Option(help="Root of the host's checkout.")]
 Files = Annotated[list[str] | None, typer.Option("--file", help="Only this file of the host. May be repeated.")]
 Optional = Annotated[bool, typer.Option("--optional", help="The optional patches too (precision, speed).")]

@@ -17,8 +17,10 @@ settings.load_profile("without a clock")
 HOW = {
     "host source absent": "set MISMATCH_HOST_SRC to a folder with the checkouts of docs/hosts.md",
     "verl": "make test-verl",
+    r"TRL|SkyRL|prime-rl": "make test-trl, test-skyrl, test-prime-rl",
     r"ray is|hydra": "pip install ray hydra-core",
     "not unpacked": "make test",
+    r"Python 3\.10": "with Python 3.11 or later",
     "a GPU": "on a machine with (here: without) a GPU",
     "Chromium": "install Chromium",
     r"megatron-core|matplotlib|jinja2|tensorboard|TensorBoard|\[io\]|\[lab\]|pyarrow|lab": "pip install '.[io,lab]'",

@@ -113,7 +113,7 @@ CLAIMS: tuple[tuple[str, str, Callable[[Results], bool], Plant], ...] = (
         ("int2_stale8", "bypass", 0.9),
     ),
     (
-        RULE["saved pass"],
+        RULE["bypass"],
         "(lost at two bits in the comparison)",
         lambda r: r["int2"]["bypass"].verdict == "worse" and r["int2"]["bypass"].mean < 0.01,
         ("int2", "bypass", 0.85),

@@ -43,8 +43,8 @@ FOLDERS = (
         "data",
         "sglang",
         "report",
-        "diagnose",
         "hooks",
+        "diagnose",
         "compare",
         "launch",
     ),  # downwards only

@@ -152,29 +152,46 @@ def parse_criterion(value: Any) -> Any:
 class Rejection(Frozen):
     """Which tokens and sequences leave the loss. Criteria are ANDed, each judged on the original `loss_mask`."""
 
-    # fmt: off
-    criteria: tuple[Annotated[Criterion, BeforeValidator(parse_criterion)], ...] = described((),
+    criteria: tuple[Annotated[Criterion, BeforeValidator(parse_criterion)], ...] = described(
+        (),
         f"rejection criteria, ANDed ({_SPEC}); aggregates: {', '.join(get_args(Aggregate))}; statistics: "
         f"{', '.join(get_args(Statistic))}; conditions: {', '.join(get_args(Condition))}",
-        flag="--rs-criterion", slime="use_rs, rs_level, rs_lower_bound, rs_upper_bound",
+        flag="--rs-criterion",
+        slime="use_rs, rs_level, rs_lower_bound, rs_upper_bound",
         verl="rollout_rs, rollout_rs_threshold",
         source="Liu & Li 2025; arXiv 2512.23075 (sequence_max); KPop 2026 (binary_kl); arXiv 2602.04879 (away); "
-        "DeepSeek-V3.2, arXiv 2512.02556 (negative)")
-    veto_threshold: float | None = described(None, "any token with ρ below this rejects its sequence", unit="ratio",
-        slime="rs_veto_threshold", verl="rollout_token_veto_threshold", source="rollout-correction guide, 3.5", gt=0.0,
-        lt=1.0)
-    policy: JudgedPolicy = described("auto",
+        "DeepSeek-V3.2, arXiv 2512.02556 (negative)",
+    )
+    veto_threshold: float | None = described(
+        None,
+        "any token with ρ below this rejects its sequence",
+        unit="ratio",
+        slime="rs_veto_threshold",
+        verl="rollout_token_veto_threshold",
+        source="rollout-correction guide, 3.5",
+        gt=0.0,
+        lt=1.0,
+    )
+    policy: JudgedPolicy = described(
+        "auto",
         "which policy criteria and veto compare with π_rollout: auto = the algorithm's π_train, current = π_θ, anew "
-        "at every mini-batch")
-    group: GroupPolicy = described("keep",
+        "at every mini-batch",
+    )
+    group: GroupPolicy = described(
+        "keep",
         "a rejected response in its group's advantages: keep = it counts in mean and deviation, exclude = only "
         "accepted ones count, drop = and groups with fewer than min_group accepted ones have no gradient",
-        source="Shao et al. 2024 (GRPO); NeMo-RL's baseline over valid responses")
-    min_group: int | None = described(None, "accepted responses that a group needs under rs.group drop",
-        unit="responses", ge=2)
-    max_staleness: int | None = described(None,
-        "tokens sampled more than this many weight versions before the trainer's leave the loss", unit="versions", ge=0)
-    # fmt: on
+        source="Shao et al. 2024 (GRPO); NeMo-RL's baseline over valid responses",
+    )
+    min_group: int | None = described(
+        None, "accepted responses that a group needs under rs.group drop", unit="responses", ge=2
+    )
+    max_staleness: int | None = described(
+        None,
+        "tokens sampled more than this many weight versions before the trainer's leave the loss",
+        unit="versions",
+        ge=0,
+    )
 
     @property
     def least_accepted(self) -> int:

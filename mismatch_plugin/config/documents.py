@@ -13,6 +13,9 @@ import yaml
 
 from mismatch_plugin.files import MIB, read_text
 
+MAX_VALUES = 20_000
+"""Keys and values of a YAML file, aliases counted as often as they are used. There are some sixty settings."""
+
 
 class _Loader(yaml.SafeLoader):
     """Safe tags, unique keys (`<<` merges: a key given by hand wins). YAML 1.1 reads 1:30 as 90 and 010 as 8."""
@@ -90,13 +93,21 @@ def parse_json(text: str) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """YAML, safe tags only, keys unique in each mapping. Raises ValueError."""
+    """YAML, safe tags only, keys unique in each mapping, aliases that end. Raises ValueError."""
     try:
-        return yaml.load(text, _Loader)
+        data = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
     except RecursionError:
         raise ValueError("it is nested too deeply.") from None
+    seen, waiting = 0, [data]
+    while waiting:
+        value = waiting.pop()
+        seen += 1
+        if seen > MAX_VALUES:
+            raise ValueError(f"it holds more than {MAX_VALUES} keys and values, each alias (*) counted in full.")
+        waiting += [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    return data
 
 
 def _validate_unique_keys(keys: Iterable[str]) -> None:

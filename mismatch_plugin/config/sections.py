@@ -23,38 +23,73 @@ class ImportanceSampling(Section):
 
     model_config = ConfigDict(validate_default=True)
 
-    # fmt: off
-    mode: Mode = described("truncate",
+    mode: Mode = described(
+        "truncate",
         "what happens to an aggregated ratio outside its bounds: truncate = min(ρ, hi), clip = min(max(ρ, lo), hi), "
         "mask = rejected (weight 0, out of the loss), gamma = e^λ ρ^k e^(−λρ), which needs no bounds: (k, λ) is (2, 3) "
-        "where A ≥ 0, else (3, 2)", slime="tis_mode", verl='rollout_is_threshold ("lo_hi" = mask)',
-        source="Yao et al. 2025 (TIS); Liu & Li 2025 (MIS); arXiv 2510.18855 (IcePop); arXiv 2602.10693 (VESPO)")
-    level: Level = described("token",
+        "where A ≥ 0, else (3, 2)",
+        slime="tis_mode",
+        verl='rollout_is_threshold ("lo_hi" = mask)',
+        source="Yao et al. 2025 (TIS); Liu & Li 2025 (MIS); arXiv 2510.18855 (IcePop); arXiv 2602.10693 (VESPO)",
+    )
+    level: Level = described(
+        "token",
         f"the ratio that weighs a token: {', '.join(f'{level} = {UNITS[level].ratio}' for level in LEVELS)}; none = "
-        "weight 1, REINFORCE with rejection only", slime="tis_level", verl="rollout_is",
-        source="rollout-correction guide, 3.3; Precup et al. 2000 (prefix: per-decision importance sampling)")
-    lower_bound: float | None = described(None,
-        "lower bound lo of the aggregated ratio; 1/hi if absent, 0 turns it off", unit="ratio",
-        slime="tis_lower_bound, tis_clip_low", verl='rollout_is_threshold ("lo_hi")', ge=0.0)
-    upper_bound: float = described(2.0, "upper bound hi of the aggregated ratio; inf means e^20", unit="ratio",
-        slime="tis_upper_bound, tis_clip", verl="rollout_is_threshold", gt=0.0)
-    lower_bound_positive: float | None = described(None,
-        "lo where A ≥ 0, of several tokens their sum; absent = as elsewhere", unit="ratio",
-        source="arXiv 2503.14286 (TOPR)", ge=0.0)
-    upper_bound_positive: float | None = described(None,
-        "hi where A ≥ 0, of several tokens their sum; absent = as elsewhere", unit="ratio",
-        source="arXiv 2503.14286 (TOPR)", gt=0.0)
-    bound_growth: float = described(0.0,
+        "weight 1, REINFORCE with rejection only",
+        slime="tis_level",
+        verl="rollout_is",
+        source="rollout-correction guide, 3.3; Precup et al. 2000 (prefix: per-decision importance sampling)",
+    )
+    lower_bound: float | None = described(
+        None,
+        "lower bound lo of the aggregated ratio; 1/hi if absent, 0 turns it off",
+        unit="ratio",
+        slime="tis_lower_bound, tis_clip_low",
+        verl='rollout_is_threshold ("lo_hi")',
+        ge=0.0,
+    )
+    upper_bound: float = described(
+        2.0,
+        "upper bound hi of the aggregated ratio; inf means e^20",
+        unit="ratio",
+        slime="tis_upper_bound, tis_clip",
+        verl="rollout_is_threshold",
+        gt=0.0,
+    )
+    lower_bound_positive: float | None = described(
+        None,
+        "lo where A ≥ 0, of several tokens their sum; absent = as elsewhere",
+        unit="ratio",
+        source="arXiv 2503.14286 (TOPR)",
+        ge=0.0,
+    )
+    upper_bound_positive: float | None = described(
+        None,
+        "hi where A ≥ 0, of several tokens their sum; absent = as elsewhere",
+        unit="ratio",
+        source="arXiv 2503.14286 (TOPR)",
+        gt=0.0,
+    )
+    bound_growth: float = described(
+        0.0,
         "g: log lo and log hi grow as n^g with the n tokens that a product is over (turn, sequence, prefix), at most "
-        "to ±20; 0.5 keeps the share outside nearly independent of the length", source="arXiv 2605.07331", ge=0.0,
-        le=1.0)
-    batch_normalize: bool = described(False,
+        "to ±20; 0.5 keeps the share outside nearly independent of the length",
+        source="arXiv 2605.07331",
+        ge=0.0,
+        le=1.0,
+    )
+    batch_normalize: bool = described(
+        False,
         "divide the bounded weights by their mean, so that it is 1 (self-normalised importance sampling)",
-        slime="tis_batch_normalize", verl="rollout_is_batch_normalize", source="rollout-correction guide, 3.6")
-    batch_normalize_scope: Scope = described("auto",
+        slime="tis_batch_normalize",
+        verl="rollout_is_batch_normalize",
+        source="rollout-correction guide, 3.6",
+    )
+    batch_normalize_scope: Scope = described(
+        "auto",
         "what the mean runs over: the optimizer step, the rollout batch, or one micro-batch; auto = the widest the "
-        "host gives")
-    # fmt: on
+        "host gives",
+    )
 
     @property
     def unit(self) -> Unit:
@@ -135,23 +170,43 @@ class ImportanceSampling(Section):
 class PPOClip(Section):
     """The clip of the objective in algorithms 0, 1 and 2. What is not given is the objective's own: see `EPS_CLIP`."""
 
-    # fmt: off
-    eps_clip_low: float = described(0.2,
+    eps_clip_low: float = described(
+        0.2,
         "ε of the lower clip bound 1 − ε; absent: 0.2, under gspo 3e-4, under cispo 1 (no lower bound), under gmpo 0.4 "
         "(of the log-ratio)",
-        slime="eps_clip", verl="clip_ratio_low", source="Schulman et al. 2017", ge=0.0, le=1.0)
-    eps_clip_high: float = described(0.2,
+        slime="eps_clip",
+        verl="clip_ratio_low",
+        source="Schulman et al. 2017",
+        ge=0.0,
+        le=1.0,
+    )
+    eps_clip_high: float = described(
+        0.2,
         "ε of the upper clip bound 1 + ε; absent: 0.2, under gspo 4e-4, under gmpo 0.4 (of the log-ratio)",
-        slime="eps_clip_high", verl="clip_ratio_high", source="Yu et al. 2025 (DAPO)", ge=0.0)
-    dual_clip: float | None = described(None,
-        "dual-clip constant c: for negative advantages the loss is at most −c·A; absent = off", slime="eps_clip_c",
-        verl="clip_ratio_c", source="Ye et al. 2020", gt=1.0)
-    tau_positive: float = described(1.0,
+        slime="eps_clip_high",
+        verl="clip_ratio_high",
+        source="Yu et al. 2025 (DAPO)",
+        ge=0.0,
+    )
+    dual_clip: float | None = described(
+        None,
+        "dual-clip constant c: for negative advantages the loss is at most −c·A; absent = off",
+        slime="eps_clip_c",
+        verl="clip_ratio_c",
+        source="Ye et al. 2020",
+        gt=1.0,
+    )
+    tau_positive: float = described(
+        1.0,
         "τ of objective sapo's gate where A > 0: the larger, the sooner a far ratio loses its gradient",
-        verl="tau_pos", source="arXiv 2511.20347", gt=0.0, allow_inf_nan=False)
-    tau_negative: float = described(1.05, "τ where A ≤ 0", verl="tau_neg", source="arXiv 2511.20347", gt=0.0,
-        allow_inf_nan=False)
-    # fmt: on
+        verl="tau_pos",
+        source="arXiv 2511.20347",
+        gt=0.0,
+        allow_inf_nan=False,
+    )
+    tau_negative: float = described(
+        1.05, "τ where A ≤ 0", verl="tau_neg", source="arXiv 2511.20347", gt=0.0, allow_inf_nan=False
+    )
 
     @model_validator(mode="after")
     def _within_ratios(self, info: ValidationInfo) -> PPOClip:
@@ -173,25 +228,52 @@ arXiv 2507.20673."""
 class Terms(Section):
     """Losses added to the policy term. The correction does not scale them: they run over the original `loss_mask`."""
 
-    # fmt: off
-    entropy_coef: float = described(0.0, "entropy bonus: −coef · entropy is added to the loss", unit="1/nat",
-        slime="entropy_coef", verl="entropy_coeff", allow_inf_nan=False)
-    kl_coef: float = described(0.0, "KL penalty to the reference policy", unit="1/nat", slime="kl_loss_coef",
-        verl="kl_loss_coef", ge=0.0, allow_inf_nan=False)
-    kl_type: KlType = described("low_var_kl",
+    entropy_coef: float = described(
+        0.0,
+        "entropy bonus: −coef · entropy is added to the loss",
+        unit="1/nat",
+        slime="entropy_coef",
+        verl="entropy_coeff",
+        allow_inf_nan=False,
+    )
+    kl_coef: float = described(
+        0.0,
+        "KL penalty to the reference policy",
+        unit="1/nat",
+        slime="kl_loss_coef",
+        verl="kl_loss_coef",
+        ge=0.0,
+        allow_inf_nan=False,
+    )
+    kl_type: KlType = described(
+        "low_var_kl",
         "estimator of KL(π_θ‖π_ref): k1 = d, k2 = d²/2, k3 = e^−d − 1 + d with d = log π_θ − log π_ref; low_var_kl = "
-        "k3 bounded to ±10", slime="kl_loss_type", verl="kl_loss_type",
-        source="Schulman 2020, Approximating KL divergence")
-    kl_importance_weighted: bool = described(False,
+        "k3 bounded to ±10",
+        slime="kl_loss_type",
+        verl="kl_loss_type",
+        source="Schulman 2020, Approximating KL divergence",
+    )
+    kl_importance_weighted: bool = described(
+        False,
         "multiply the KL penalty by the importance weight, detached. With unbounded prefix or sequence weights the "
         "mean gradient is that of each state's KL(π_θ‖π_ref) for k2, KL(π_ref‖π_θ) for k3. In algorithm 2 only while "
         "π_θ is π_old. The mean value is then KL(π_θ‖π_ref) for k1 and k3 alone",
-        source="DeepSeek-V3.2, arXiv 2512.02556")
-    rollout_kl_coef: float = described(0.0, "penalty on the distance of π_θ to the sampler, never scaled by weights",
-        unit="1/nat", source="prime-rl's default loss", ge=0.0, allow_inf_nan=False)
-    rollout_kl_type: RolloutKlType = described("k2",
+        source="DeepSeek-V3.2, arXiv 2512.02556",
+    )
+    rollout_kl_coef: float = described(
+        0.0,
+        "penalty on the distance of π_θ to the sampler, never scaled by weights",
+        unit="1/nat",
+        source="prime-rl's default loss",
+        ge=0.0,
+        allow_inf_nan=False,
+    )
+    rollout_kl_type: RolloutKlType = described(
+        "k2",
         "k2 = l²/2 or k3 = e^l − 1 − l, an estimator of KL(π_rollout‖π_θ), with l = log π_θ − log π_rollout; the "
-        "gradient of a far token stays", source="Schulman 2020, Approximating KL divergence")
-    rollout_kl_on: KlOn = described("all",
-        "which tokens it runs over: all, or the accepted ones (divided by the number of all)")
-    # fmt: on
+        "gradient of a far token stays",
+        source="Schulman 2020, Approximating KL divergence",
+    )
+    rollout_kl_on: KlOn = described(
+        "all", "which tokens it runs over: all, or the accepted ones (divided by the number of all)"
+    )

@@ -31,62 +31,104 @@ ALGORITHM_NAMES = ("PPO", "bypass PPO", "decoupled PPO", "REINFORCE + IS")
 class Settings(Section):
     """The fields of a configuration and what follows from them; `MismatchConfig` validates and loads them."""
 
-    # fmt: off
-    use_rollout_log_probs: bool = described(False, "use SGLang's log-probs as the old policy; no second forward pass",
-        flag="--use-rollout-log-probs", aliases=("--use_rollout_log_probs", "--use-rollout-logprobs"),
-        slime="use_rollout_logprobs", verl="bypass_mode, bypass_old_logprob_for_rollout")
-    use_tis: bool = described(False, "apply training-inference importance sampling", flag="--use-tis", slime="use_tis",
-        verl="rollout_is (not null)")
-    objective: Objective = described("ppo",
+    use_rollout_log_probs: bool = described(
+        False,
+        "use SGLang's log-probs as the old policy; no second forward pass",
+        flag="--use-rollout-log-probs",
+        aliases=("--use_rollout_log_probs", "--use-rollout-logprobs"),
+        slime="use_rollout_logprobs",
+        verl="bypass_mode, bypass_old_logprob_for_rollout",
+    )
+    use_tis: bool = described(
+        False,
+        "apply training-inference importance sampling",
+        flag="--use-tis",
+        slime="use_tis",
+        verl="rollout_is (not null)",
+    )
+    objective: Objective = described(
+        "ppo",
         "what becomes of π_θ, anchor and advantage in algorithms 0, 1, 2: ppo; gspo = the clip on the sequence's "
         "geometric mean; cispo = −sg(clip(r))·A·log π_θ; sapo = a smooth gate for the clip; gmpo = the geometric mean "
         "of clipped ratios; reinforce = −A·log π_θ. Algorithm 3 is reinforce",
-        slime="advantage_estimator", verl="loss_mode",
+        slime="advantage_estimator",
+        verl="loss_mode",
         source="Schulman et al. 2017; arXiv 2507.18071 (GSPO); arXiv 2506.13585 (CISPO); arXiv 2511.20347 (SAPO); "
-        "arXiv 2507.20673 (GMPO); Williams 1992")
+        "arXiv 2507.20673 (GMPO); Williams 1992",
+    )
     tis: ImportanceSampling = Field(default_factory=ImportanceSampling)
     rs: Rejection = Field(default_factory=Rejection)
     ppo: PPOClip = Field(default_factory=PPOClip)
     terms: Terms = Field(default_factory=Terms)
-    denominator: Denominator = described("auto",
+    denominator: Denominator = described(
+        "auto",
         "what the summed loss is divided by: accepted = rejected tokens leave it, original = they stay; auto = "
-        "accepted wherever the plugin owns the denominator")
-    aggregation: Aggregation = described("token-mean", "how token losses become one number",
-        slime="calculate_per_token_loss", verl="loss_agg_mode",
-        source="Liu et al. 2025 (Dr. GRPO) for seq-mean-token-sum with a length norm")
-    length_norm: float | None = described(None, "constant that divides each sequence's sum under seq-mean-token-sum",
-        unit="tokens", verl="seq-mean-token-sum-norm", source="Liu et al. 2025 (Dr. GRPO)", ge=1e-6,
-        allow_inf_nan=False)
-    rollout_log_prob_policy: InvalidPolicy = described("error",
+        "accepted wherever the plugin owns the denominator",
+    )
+    aggregation: Aggregation = described(
+        "token-mean",
+        "how token losses become one number",
+        slime="calculate_per_token_loss",
+        verl="loss_agg_mode",
+        source="Liu et al. 2025 (Dr. GRPO) for seq-mean-token-sum with a length norm",
+    )
+    length_norm: float | None = described(
+        None,
+        "constant that divides each sequence's sum under seq-mean-token-sum",
+        unit="tokens",
+        verl="seq-mean-token-sum-norm",
+        source="Liu et al. 2025 (Dr. GRPO)",
+        ge=1e-6,
+        allow_inf_nan=False,
+    )
+    rollout_log_prob_policy: InvalidPolicy = described(
+        "error",
         "what an invalid log-prob (NaN, > 0, −inf or a floor, a 0.0 fill) does where it is used; where it is only "
-        "measured it is left out of the metrics and counted", flag="--rollout-log-prob-policy")
+        "measured it is left out of the metrics and counted",
+        flag="--rollout-log-prob-policy",
+    )
     # YAML 1.1 reads a bare off as false.
-    metrics: Annotated[MetricsLevel, BeforeValidator(lambda v: "off" if v is False else v)] = described("basic",
-        "off, the guide's metrics, or everything")
+    metrics: Annotated[MetricsLevel, BeforeValidator(lambda v: "off" if v is False else v)] = described(
+        "basic", "off, the guide's metrics, or everything"
+    )
     dry_run: bool = described(False, "compute weights and rejections, report them, apply none")
-    gate_kl: float | None = described(None,
+    gate_kl: float | None = described(
+        None,
         "a step with k3_kl above this is an error on all ranks, before the optimizer steps: for CI and first steps at "
-        "learning rate 0 (the bar of inspect --gate: 1e-3); absent = no gate", unit="nats per token",
-        source="prime-rl #3543 (gate of its CI); xtuner #2044", gt=0.0)
-    report_dir: Annotated[str | None, BeforeValidator(lambda v: str(v) if isinstance(v, Path) else v)] = described(None,
-        "folder for the run's metrics, one line a step: mismatch-plugin inspect judges them")
-    verify_weights: Annotated[VerifyWeights, BeforeValidator(lambda v: "off" if v is False else v)] = described("warn",
+        "learning rate 0 (the bar of inspect --gate: 1e-3); absent = no gate",
+        unit="nats per token",
+        source="prime-rl #3543 (gate of its CI); xtuner #2044",
+        gt=0.0,
+    )
+    report_dir: Annotated[str | None, BeforeValidator(lambda v: str(v) if isinstance(v, Path) else v)] = described(
+        None, "folder for the run's metrics, one line a step: mismatch-plugin inspect judges them"
+    )
+    verify_weights: Annotated[VerifyWeights, BeforeValidator(lambda v: "off" if v is False else v)] = described(
+        "warn",
         "after a weight update, servers with our SGLang plugin that hold other weights than were sent are a warning, "
-        "or an error on all ranks; off = not compared. slime and miles")
-    log_prob_backend: LogProbBackend = described("auto",
+        "or an error on all ranks; off = not compared. slime and miles",
+    )
+    log_prob_backend: LogProbBackend = described(
+        "auto",
         "what computes log-probs from the logits: torch, triton (CUDA), megatron or transformer-engine (these two "
         "give no entropy); auto = triton where it can run, else torch. Only where the plugin computes them "
-        "(megatron-core)", source="Milakov & Gimelshein 2018, arXiv 1805.02867 (online softmax)")
+        "(megatron-core)",
+        source="Milakov & Gimelshein 2018, arXiv 1805.02867 (online softmax)",
+    )
     # YAML 1.1 reads a bare off as false.
-    inplace_logits: Annotated[InplaceLogits, BeforeValidator(lambda v: "off" if v is False else v)] = described("auto",
+    inplace_logits: Annotated[InplaceLogits, BeforeValidator(lambda v: "off" if v is False else v)] = described(
+        "auto",
         "whether the gradient is written over the logits: auto = where nothing else reads them, which saves memory of "
-        "their size; off = never. Only where the plugin computes log-probs (megatron-core)")
-    fused_head: bool = described(False,
+        "their size; off = never. Only where the plugin computes log-probs (megatron-core)",
+    )
+    fused_head: bool = described(
+        False,
         "log-probs from hidden states and the head's weight, a chunk of rows at a time: logits of [tokens, "
         "vocabulary] never exist, for a fourth product with the weight. Only where the plugin computes log-probs "
-        "(megatron-core)", verl="use_fused_kernels",
-        source="Liger Kernel, arXiv 2410.10989; Cut Cross-Entropy, arXiv 2411.09009")
-    # fmt: on
+        "(megatron-core)",
+        verl="use_fused_kernels",
+        source="Liger Kernel, arXiv 2410.10989; Cut Cross-Entropy, arXiv 2411.09009",
+    )
 
     @model_validator(mode="after")
     def _with_own_clip(self) -> Settings:

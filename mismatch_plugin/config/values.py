@@ -113,12 +113,6 @@ def unknown(kind: str, given: object, known: Iterable[str]) -> ValueError:
     return ValueError(f"{kind} {short_repr(str(given))} is unknown: {fix}")
 
 
-def host_name(given: str) -> str:
-    """A trainer's name in its one spelling: megatron-lm for megatron_lm, Megatron-LM, and its folder megatron_rl."""
-    plain = given.lower().replace("_", "-")
-    return "megatron-lm" if plain == "megatron-rl" else plain
-
-
 def known_only(mapping: Mapping[str, Any], keys: tuple[str, ...], kind: str) -> dict[str, Any]:
     """The settings as a dict. Raises ValueError for a key that is not among `keys`, with the nearest that is."""
     for key in mapping:

@@ -52,7 +52,7 @@ _SPELLINGS = {
     "rollout_log_probs": "rollout_log_probs rollout_logprobs sampling_per_token_logps generation_logprobs "
     "inference_logprobs sampling_logprobs",
     "log_probs": "old_log_probs train_log_probs train_logprobs old_per_token_logps prev_logprobs old_logprobs "
-    "log_probs",
+    "trainer_logprobs action_log_probs log_probs",
     "advantages": "advantages advantage",
     "entropy": "entropy entropys entropies",
     "reward": "reward rewards score scores token_level_scores rm_scores",
@@ -381,8 +381,10 @@ class _RowReader:
         else:
             begin = end - len(mask)
         if not start <= begin <= end <= width:
-            says = f"{self.place}: the response is told to be tokens {begin} to {end} of a sequence of {width}"
-            raise ValueError(f"{says}: lengths that contradict each other.")
+            told = f"total_length {end}" if end > width else f"a loss mask of {end - begin}"
+            for name, value in (("prompt_length", of_prompt), ("response_length", of_response)):
+                told = told if value is None or end > width else f"{name} {value}"
+            raise ValueError(f"{self.place}: {told} does not fit a sequence of {min(end, width) - start} tokens.")
         # Of tokens 1 to width − 1, as logits[:-1] give them.
         slices = {width - 1: slice(begin - 1, end - 1)} if begin else {}
         prompt, response = self._ids("sequence", raw[start:begin]), self._ids("sequence", raw[begin:end])

@@ -35,6 +35,9 @@ def write_samples(path: str | Path, samples: Iterable[Sample]) -> int:
     The file appears whole or not at all: it is written next to its place and moved there at the end.
     """
     path = Path(path)
+    if isinstance(samples, Sample) or not isinstance(samples, Iterable):
+        kind = type(samples).__name__
+        raise TypeError(f"write_samples takes a list of samples, not a {kind}: give [sample], or a dump's samples.")
     if path.suffix not in (".jsonl", ".parquet"):
         raise ValueError(f"{path}: the suffix {path.suffix!r} is unknown, use .jsonl or .parquet.")
     with replacing(path) as temporary:

@@ -331,6 +331,25 @@ def _read_trl(source: Source) -> Table:
     return read_columns(source, source.content, padded=["response_ids"], log_probs_of="filtered")
 
 
+# SkyRL (a956457): torch.save(dict(batch), path) of its TrainingInputBatch. sequences [B, S] are padded on the left, and
+# what is of the response, [B, R], ends at the right. It asks vLLM for log-probs without a mode: raw ones.
+
+
+def _read_skyrl(source: Source) -> Table:
+    columns = {name: plain(values) for name, values in source.content.items() if values is not None}
+    rows: list[dict[str, Any]] = []
+    for at, mask in enumerate(columns["response_mask"]):
+        length, row = int(sum(mask)), {name: columns[name][at] for name in columns}
+        tokens = row.pop("sequences")
+        seen = int(sum(row.pop("attention_mask", [1] * len(tokens))))
+        row = {name: values[len(values) - length :] for name, values in row.items() if np.ndim(values) == 1}
+        rows.append({**row, "response_ids": tokens[len(tokens) - length :]})
+        rows[-1]["prompt_ids"] = tokens[len(tokens) - seen : len(tokens) - length]
+    return read_columns(
+        source, {name: [row[name] for row in rows] for name in rows[0]} if rows else columns, log_probs_of="raw"
+    )
+
+
 # What vLLM answers: (chat) completions, batch results and RequestOutputs, one a line or one document. Log-probs are of
 # the raw logits unless the server runs with --logprobs-mode processed_logprobs.
 
@@ -415,6 +434,10 @@ def _has(*names: str) -> Callable[[Source], bool]:
     return lambda source: {*names} <= {*source.keys}
 
 
+def _read_known(source: Source) -> Table:
+    return read_columns(source, source.content)
+
+
 def _is_older_slime(source: Source) -> bool:
     return _is_rank(source) and not {"cp_rank", "cp_size"} & {*source.keys}
 
@@ -427,10 +450,13 @@ _ALL = (
     Format("miles_train", "miles' --save-debug-train-data, one file a rank", _is_rank, _read_rank, _join_ranks),
     Format("verl", "verl's DataProto, TensorDict or tensors", _is_verl, _read_verl),
     Format("nemo_rl", "NeMo-RL's train_data_step*.jsonl, or its tensors", _has("generation_logprobs"), _read_nemo),
+    # prime-rl (559b447), enable_token_export: a sequence a line, entry t is of token t.
+    Format("prime_rl", "prime-rl's token_exports, .jsonl", _has("trainer_logprobs", "inference_logprobs"), _read_known),
     Format("trl", "TRL's batch", _has("completion_ids", "sampling_per_token_logps"), _read_trl),
+    Format("skyrl", "SkyRL's TrainingInputBatch as a dict", _has("sequences", "rollout_logprobs"), _read_skyrl),
     Format("vllm", "replies of vLLM's OpenAI server or RequestOutputs, .json or .jsonl", _is_vllm, _read_vllm),
     # The last that is asked: what it cannot read, it says with the names it knows.
-    Format("generic", "columns or rows with known names", _has(), lambda source: read_columns(source, source.content)),
+    Format("generic", "columns or rows with known names", _has(), _read_known),
 )
 FORMATS: dict[str, Format] = {one.name: one for one in _ALL}
 """By the name that --format takes. The first that recognises a file reads it."""

@@ -72,9 +72,9 @@ def read(
         if not side.rows or not all("train_log_probs" in row for row in side.rows):
             raise ValueError(f"{training} holds no log-probs of the training side.")
         for row, at in zip(rows, _partners(rows, side.rows), strict=True):
-            for name in TRAINER:
-                row.pop(name, None)
-            row.update({name: side.rows[at][name] for name in (*TRAINER, "advantages") if name in side.rows[at]})
+            for field in TRAINER:
+                row.pop(field, None)
+            row.update({field: side.rows[at][field] for field in (*TRAINER, "advantages") if field in side.rows[at]})
         if (more := len(side.rows) - len(rows)) > 0:
             notes.append(f"training side {training}: {more} of its samples belong to no record and were not looked at")
         notes += side.notes

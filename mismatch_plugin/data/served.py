@@ -36,13 +36,27 @@ class ServedWeights(BaseModel):
     end: int = Field(ge=0, lt=2**31)
 
 
+class ServedKV(BaseModel):
+    """Tokens whose keys and values were computed with other weights than those that made the response's last token."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    fingerprint: Text | None
+    """None: of an update that was half done."""
+    tokens: int = Field(ge=1, lt=2**31)
+    cached: int = Field(default=0, ge=0, lt=2**31)
+    """Of these, those that came from the cache when the weights had changed already. The others are the request's own,
+    from before an update in place."""
+
+
 class LastUpdate(BaseModel):
     """The server's last weight update. Counts are of whole tensors, over all ranks."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     number: int = Field(ge=1)
-    """How many updates there were since the model was loaded, this one included."""
+    """How many updates there were since the model was loaded, this one included. Sessions of which nothing was sampled
+    in between, and of which only one moved the version, are one."""
     changed: int = Field(ge=0)
     """On one rank at least."""
     tensors: int = Field(ge=0)
@@ -52,6 +66,8 @@ class LastUpdate(BaseModel):
     stays the same bit for bit. Where a rank kept all it has, none of these changed."""
     unchanged: tuple[Text, ...] = ()
     """The first few matrices that it left as they were."""
+    changed_elements: float | None = Field(default=None, ge=0, le=1)
+    """Share, by values, of some hundred elements of each matrix of each rank (of a pipeline, of its first stage)."""
 
 
 class Served(BaseModel):
@@ -61,6 +77,8 @@ class Served(BaseModel):
 
     server: Text
     """host:port and the id of the server's process, or MISMATCH_SERVER_ID of its environment."""
+    started: float | None = None
+    """When its process was, in Unix time: another one says that the server was started again."""
     dp_rank: int | None = None
     tp_rank: int = 0
     tp_size: int = 1
@@ -90,6 +108,9 @@ class Served(BaseModel):
     """What else moved the logits: penalties, biases, grammars, logit processors."""
     weights: list[ServedWeights] = Field(default_factory=list)
     """In order, without overlap, over the whole response."""
+    kv: list[ServedKV] | None = None
+    """Of prompt and response; [] where all are of the weights of now. None: not known (a host cache, speculative
+    decoding, or prefill and decoding on separate servers)."""
     update: LastUpdate | None = None
     """None: none since the model was loaded, or what it changed is not known."""
 
@@ -97,6 +118,11 @@ class Served(BaseModel):
     @classmethod
     def _of_reply(cls, told: Any) -> Any:
         return last_told(told)
+
+    @property
+    def identity(self) -> tuple[str, float | None, int | None]:
+        """The process that sampled it, among all that ever ran."""
+        return self.server, self.started, self.dp_rank
 
     @property
     def worker(self) -> tuple[str, int | None]:

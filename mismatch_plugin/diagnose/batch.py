@@ -177,6 +177,14 @@ def median(values: Floats) -> float:
     return float(np.partition(values, (middle - 1, middle))[middle - 1 : middle + 1].mean())
 
 
+def medians(values: Floats, group: Ints) -> Floats:
+    """[G] the median of each group's values. group: [T] numbers 0 to G − 1, each there at least once."""
+    counts = np.bincount(group)
+    start = np.cumsum(counts) - counts
+    ordered = values[np.lexsort((values, group))]
+    return (ordered[start + (counts - 1) // 2] + ordered[start + counts // 2]) / 2
+
+
 Outcome = tuple[list[Item], Batch]
 """What a detector found, and the batch in which that is undone as far as possible."""
 

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mismatch_plugin.config.values import host_name
-
 if TYPE_CHECKING:
     from mismatch_plugin.diagnose.result import Diagnosis
 
@@ -114,6 +112,7 @@ def inspect(
     from mismatch_plugin.data.read import InputError
     from mismatch_plugin.diagnose.flags import HOSTS
     from mismatch_plugin.diagnose.run_sources import kind_of
+    from mismatch_plugin.hooks.hosts import host_name
     from mismatch_plugin.report.table import printable
 
     try:
@@ -138,7 +137,7 @@ def inspect(
                 run=run,
                 pictures=None if no_report else out or plots,
                 as_json=as_json,
-                host=host or "slime",
+                host=host,
                 gated=gate or gate_kl is not None,
                 bar=gate_kl,
                 show_all=show_all,
@@ -221,11 +220,11 @@ def _write_report(diagnosis: Diagnosis, folder: Path, host: str | None) -> tuple
     """`report.html` in a folder; its path, and a sentence where it could not be written."""
     page = folder / "report.html"
     try:
-        from mismatch_plugin.diagnose.flags import host_of
+        from mismatch_plugin.diagnose.flags import trainer_of
         from mismatch_plugin.diagnose.page import write_page
 
         folder.mkdir(parents=True, exist_ok=True)
-        write_page(diagnosis, page, host=host or host_of(diagnosis.format))
+        write_page(diagnosis, page, host=host or trainer_of(diagnosis.format))
     except ImportError as error:
         return None, f"no page: {error}: pip install 'mismatch-plugin[lab]'"
     except OSError as error:

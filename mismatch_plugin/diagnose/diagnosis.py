@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,12 +21,12 @@ from mismatch_plugin.diagnose.findings import FAULTS, CheckResult, Finding
 from mismatch_plugin.diagnose.flags import config_of
 from mismatch_plugin.diagnose.levels import bounds_for, histograms
 from mismatch_plugin.diagnose.measure import figures_of, measure
-from mismatch_plugin.diagnose.normal import UNEXPLAINED, Hints, normality
+from mismatch_plugin.diagnose.normal import SMALL_K3, UNEXPLAINED, Hints, normality
 from mismatch_plugin.diagnose.normal import gate as judge_gate
 from mismatch_plugin.diagnose.packing import groups_of, packed_of, subset
-from mismatch_plugin.diagnose.predict import predict, predict_one
+from mismatch_plugin.diagnose.predict import left_out, measurable, predict, predict_one
 from mismatch_plugin.diagnose.recommend import recommend
-from mismatch_plugin.diagnose.result import VERDICTS, Diagnosis, Prediction, Verdict
+from mismatch_plugin.diagnose.result import VERDICTS, Diagnosis, Verdict
 from mismatch_plugin.diagnose.scorers import (
     Checkpoint,
     Live,
@@ -34,7 +35,6 @@ from mismatch_plugin.diagnose.scorers import (
     sample_live,
     with_reference,
 )
-from mismatch_plugin.diagnose.tried import left_out, measurable
 from mismatch_plugin.diagnose.words import controls_of
 from mismatch_plugin.files import encodable
 from mismatch_plugin.report.table import figure
@@ -123,6 +123,12 @@ def read_inputs(
     named = "the running servers" if live else encodable(str(path))
     dump = path if live else _dump(path, training, format)
     samples, notes = dump.samples, [f"{len(dump.samples)} records of {named}", *dump.notes]
+    late = sum(bool(sample.mask.any() and not sample.mask[0]) for sample in samples)
+    if late > len(samples) / 2:
+        notes.append(
+            f"in {late} of {len(samples)} responses the first token does not train: if they are padded on the left, "
+            "positions are wrong; pad on the right"
+        )
     workers = list(dict.fromkeys(worker for url in urls for worker in workers_of(url)))
     scored = training is None and (model is not None or bool(urls))
     if scored and model is not None:
@@ -187,7 +193,7 @@ def diagnose(
 
     own: the user's settings, whose metrics and prediction are given first; None: no correction. accept: faults that are
     meant. gate, gate_kl: judge k3, by the default bar or this one. hints: what is known of the pair, for what is
-    normal. one_step, expensive_pass: as in `figures.Figures`. brief: findings and size alone, without predictions.
+    normal. one_step, expensive_pass: as in `measure.Figures`. brief: findings and size alone, without predictions.
     """
     batch = inputs.batch
     if own is not None and own.gate_kl is not None:  # the gate of training, judged once and here
@@ -195,12 +201,11 @@ def diagnose(
     if hints is not None and {hints.engine, hints.trainer} & {"fp8", "fp4", "int8", "int4"}:
         batch = replace(batch, known_quantised=True)
     check = check_batch(batch, accept=accept, notes=inputs.notes, found=inputs.findings)
-    level, faulty = check.mismatch, check.status == "faults"
+    level, faulty, stale = check.mismatch, check.status == "faults", _stale(batch)
     copied = inputs.both and inputs.format == "verl" and level is not None and level.abs_max == 0.0
-    stale = _stale(batch)
     answer = None
     if level is not None and not copied:
-        answer = normality(level, replace(hints or Hints(), stale=stale), name_others=not faulty)
+        answer = normality(level, replace(hints or Hints(), stale=stale))
     verdict: Verdict = "large" if answer and answer.normal is False else "normal"
     if faulty:
         verdict = "fault"
@@ -239,17 +244,13 @@ def diagnose(
     figures = figures_of(packed, stale=stale, one_step=one_step, expensive_pass=expensive_pass)
     if all(item.fault != "moe_routing" for item in check.findings):  # near-certain tokens have a tail by themselves
         figures = replace(figures, tail=0.0)
-    tried: dict[MismatchConfig, Prediction] = {}
-
-    def try_setting(config: MismatchConfig) -> Prediction:
-        tried[config] = predict_one(part, config, "tried", groups)
-        return tried[config]
-
     advice = None
-    if verdict in ("normal", "large"):
-        advice = recommend(figures, predictions, bounds, accepted=UNEXPLAINED in accept, predict=try_setting)
+    # Larger than such a pair's, and too small for a correction to matter: no setting contradicts that.
+    if verdict == "normal" or (verdict == "large" and figures.k3_kl >= SMALL_K3):
+        try_setting = partial(predict_one, part, groups=groups)
+        advice = recommend(figures, bounds, accepted=UNEXPLAINED in accept, predict=try_setting)
     if advice is not None and all(item.setting != advice.setting for item in predictions):
-        predictions.append(tried[config_of(advice.settings)].model_copy(update={"setting": advice.setting}))
+        predictions.append(predict_one(part, config_of(advice.settings), advice.setting, groups))
     settings = [controls for item in predictions if (controls := controls_of(item.settings)) is not None]
     return found.model_copy(
         update={
@@ -275,28 +276,28 @@ def _stale(batch: Batch) -> float:
         if (number := version_number(span.version)) is not None
     ]
     behind = [trainer - number for trainer, number in pairs if trainer is not None]
-    if behind or not pairs:
-        return float(max(0, *behind)) if behind else 0.0
-    return float(max(number for _, number in pairs) - min(number for _, number in pairs))
+    numbers = [number for _, number in pairs]
+    return float(max([0, *behind])) if behind or not pairs else float(max(numbers) - min(numbers))
 
 
 def _headline(verdict: Verdict, check: CheckResult, two_sided: bool) -> str:
     """One sentence."""
     faults = [item.fault for item in check.findings if item.counts]
     figures, level = f"{check.samples:,} samples, {check.tokens:,} tokens", check.mismatch
-    if level is None and not faults:
-        one = f"only the rollout side was given; its {figures} have no fault of their own."
-        return f"{VERDICTS[verdict]}: {f'no token of {figures} can be compared.' if two_sided else one}"
     if level is not None:
         figures = f"mean |Δ log p| {figure(level.abs_mean)}, k3 {figure(level.k3_kl)} nats per token"
         figures += f" over {level.tokens:,} tokens"
     if verdict == "fault":
-        return f"{VERDICTS[verdict]}: {', '.join(dict.fromkeys(faults))}; {figures}."
-    if verdict == "undecided":
-        equal = level is not None and level.abs_max == 0.0
-        why = "both sides are equal to the last bit" if equal else "too little can be compared"
-        return f"{VERDICTS[verdict]}: {why}; {figures}."
-    return f"{VERDICTS[verdict]}: {figures}."
+        said = f"{', '.join(dict.fromkeys(faults))}; {figures}"
+    elif level is None:
+        one = f"only the rollout side was given; its {figures} have no fault of their own"
+        said = f"no token of {figures} can be compared" if two_sided else one
+    elif verdict == "undecided":
+        equal = level.abs_max == 0.0
+        said = f"{'both sides are equal to the last bit' if equal else 'too little can be compared'}; {figures}"
+    else:
+        said = figures
+    return f"{VERDICTS[verdict]}: {said}."
 
 
 def _next_step(verdict: Verdict, inputs: Inputs, check: CheckResult, copied: bool) -> str:
@@ -324,6 +325,6 @@ def _next_step(verdict: Verdict, inputs: Inputs, check: CheckResult, copied: boo
     if batch.logits is not None and batch.between is not None:
         return "No cause was found: see where it sits on the page, and --accept what is meant."
     return (
-        "Let the trainer's weights of now and of the run's start score it, which shows updates that did not arrive, "
-        f"filters and temperatures: {inputs.command} --checkpoint NOW --reference-checkpoint START"
+        "The trainer's own weights, of now and of the run's start, show updates that did not arrive, filters and "
+        f"temperatures: {inputs.command} --checkpoint NOW --reference-checkpoint START"
     )

@@ -18,6 +18,7 @@ FaultName = Literal[
     "temperature", "truncation", "penalty", "token_offset",
     "mixed_versions", "staleness",
     "weights_not_updated", "weights_partly_updated", "stale_server", "server_differs", "label_reused", "other_weights",
+    "stale_cache", "update_lost_in_precision", "cloned_group",
     "wrong_prompt", "retokenised",
     "quantised", "moe_routing", "unexplained",
     "bf16", "fp16", "rounded",
@@ -152,7 +153,6 @@ class CheckResult(_Model):
     possible and changes anything. notes: what was read, and what does not count as a fault."""
 
     status: Status
-    verdict: str
     samples: int
     tokens: int
     findings: tuple[Finding, ...]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from mismatch_plugin.config.units import LEVELS, UNITS, Unit
 from mismatch_plugin.core.metrics.full import HISTOGRAM_EDGE, HISTOGRAM_SCALE
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.core.rejection import token_statistic
+from mismatch_plugin.core.rejection import k3
 from mismatch_plugin.core.segments import segment_max, segment_sum
 from mismatch_plugin.core.tokens import select_tokens
 from mismatch_plugin.core.units import unit_log_ratio, unit_tokens
@@ -23,23 +23,15 @@ from mismatch_plugin.limits import SAFETY_BOUND
 
 GROWN = 0.5
 """`tis.bound_growth` of the bounds that are tried: the share outside hardly depends on the length."""
-SHARES = (0.99, 0.999)
-STATISTICS = (
-    ("token", "tv"),
-    ("token", "binary_kl"),
-    ("token", "binary_kl_reverse"),
-    ("sequence_mean", "k3"),
-    ("sequence_max", "k2"),
-)
-"""(aggregate, statistic) of the criteria that have an upper bound alone."""
+SHARES = {"99%": 0.99, "99.9%": 0.999}
+KEEPS = "99%"
+"""Of the bounds that are tried and recommended."""
 SMALLEST_LOG_RATIO = 1e-6
 """Bounds are at least so far from ρ = 1; those of a statistic at least its square from 0."""
 _FINENESS = 1e-3
 _ROUNDING = 1e-12
 _SLACK = 1e-9
 """1 − 0.99 is a little less than 0.01."""
-_LARGEST = 1e300
-"""What is above it cannot be rounded outwards, and stays without a bound."""
 BINS = 2000
 DIGITS = 3
 """Of ρ − 1 at an edge (of ρ below ½ and above 2): a slider shows the very bound that its figures are for."""
@@ -81,11 +73,10 @@ def growing(packed: PackedSequences) -> dict[str, str]:
     return {level: f"{level}_growing" for level in levels_of(packed) if UNITS[level].multiplies}
 
 
-def units_in(level: str, packed: PackedSequences, train_T: Tensor | None = None) -> LevelUnits:
-    """train_T: log π_train, [T]; None: `packed.old_log_probs`. Units without response tokens have log-ratio 0."""
-    train_T = packed.old_log_probs if train_T is None else train_T
-    assert train_T is not None
-    unit, log_ratio = UNITS[level], select_tokens(train_T.detach(), packed).log_ratio.double()
+def units_in(level: str, packed: PackedSequences) -> LevelUnits:
+    """π_train is `packed.old_log_probs`. Units without response tokens have log-ratio 0."""
+    assert packed.old_log_probs is not None
+    unit, log_ratio = UNITS[level], select_tokens(packed.old_log_probs.detach(), packed).log_ratio.double()
     parts, mask = packed.parts(unit), packed.loss_mask.double()
     offsets = packed.offsets if parts is None else parts.offsets
     sums = {"log_ratio": segment_sum(log_ratio, offsets), "tokens": segment_sum(mask, offsets)}
@@ -99,51 +90,48 @@ def units_in(level: str, packed: PackedSequences, train_T: Tensor | None = None)
 # Bounds from the data, in place of constants -------------------------------------------------------------------------
 
 
-def bounds_for(packed: PackedSequences, shares: Sequence[float] = SHARES) -> dict[str, dict[str, tuple[float, float]]]:
+def bounds_for(
+    packed: PackedSequences, shares: Mapping[str, float] = SHARES
+) -> dict[str, dict[str, tuple[float, float]]]:
     """Level or criterion → wished share kept ("99%", "99.9%") → (lower, upper).
 
     Of a level (token, turn where a response has several, sequence, geometric, prefix) the bounds are on its ratio ρ: at
     most ⌊n (1 − share) / 2⌋ of its n units lie beyond each, and ρ = 1 is always inside. Those of "turn_growing",
     "sequence_growing" and "prefix_growing" are for one token, and grow with √n (`tis.bound_growth` 0.5). Of a criterion
-    ("sequence_mean_k3", "sequence_max_k2", "token_tv", "token_binary_kl", "token_binary_kl_reverse") lower is 0, and at
-    most ⌊n (1 − share)⌋ units are above upper. Rounded outwards to a thousandth of |log ρ|, or of the upper bound. An
-    upper bound above e^20 is inf, which mask mode takes for e^20; a lower one below e^−20 is 0, which is none.
+    ("sequence_mean_k3", "sequence_max_k2") lower is 0, and at most ⌊n (1 − share)⌋ units are above upper. Rounded
+    outwards to a thousandth of |log ρ|, or of the upper bound. An upper bound above e^20 is inf, which mask mode takes
+    for e^20; a lower one below e^−20 is 0, which is none.
     """
     assert packed.old_log_probs is not None
     found: dict[str, dict[str, tuple[float, float]]] = {}
-    names, grown = {share: f"{share * 100:g}%" for share in shares}, growing(packed)
+    grown = growing(packed)
     for level in levels_of(packed):
         of = units_in(level, packed)
         there = of.tokens_U > 0
-        values = of.log_ratio_U[there].numpy()
-        found[level] = {name: _two_sided(values, share) for share, name in names.items()}
+        found[level] = _two_sided(of.log_ratio_U[there].numpy(), shares)
         if level in grown:
             scaled = (of.log_ratio_U / of.count_U.clamp(min=1).pow(GROWN))[there].numpy()
-            found[grown[level]] = {name: _two_sided(scaled, share) for share, name in names.items()}
-    tokens = select_tokens(packed.old_log_probs.detach(), packed)
+            found[grown[level]] = _two_sided(scaled, shares)
+    log_ratio = select_tokens(packed.old_log_probs.detach(), packed).log_ratio.double()
     counts_N = segment_sum(packed.loss_mask, packed.offsets)
-    for aggregate, statistic in STATISTICS:
-        values_T, there = token_statistic(statistic, tokens.log_ratio, tokens.train, tokens.rollout), counts_N > 0
-        if aggregate == "token":
-            compared, there = values_T, packed.loss_mask
-        elif aggregate == "sequence_max":
-            compared = segment_max(values_T, packed.offsets)
-        else:
-            compared = segment_sum(values_T, packed.offsets) / counts_N.clamp(min=1)
-        values = compared[there].double().numpy()
-        found[f"{aggregate}_{statistic}"] = {name: (0.0, _above(values, share)) for share, name in names.items()}
+    means_N = segment_sum(k3(log_ratio), packed.offsets) / counts_N.clamp(min=1)
+    maxima_N = segment_max(log_ratio.square() / 2, packed.offsets)
+    for name, values_N in (("sequence_mean_k3", means_N), ("sequence_max_k2", maxima_N)):
+        values = values_N[counts_N > 0].numpy()
+        found[name] = {wished: (0.0, _above(values, share)) for wished, share in shares.items()}
     return found
 
 
-def _two_sided(values: Floats, share: float) -> tuple[float, float]:
+def _two_sided(values: Floats, shares: Mapping[str, float]) -> dict[str, tuple[float, float]]:
     """Orders the values."""
-    if not len(values):
-        return 1.0, 1.0
-    lost = int(len(values) * (1.0 - share) / 2 + _SLACK)
-    places = [lost, len(values) - 1 - lost]
-    values.partition(places)
-    low, high = values[places].tolist()
-    return _outward(min(low, -SMALLEST_LOG_RATIO), -1), _outward(max(high, SMALLEST_LOG_RATIO), 1)
+    found: dict[str, tuple[float, float]] = {}
+    for wished, share in shares.items():
+        lost = int(len(values) * (1.0 - share) / 2 + _SLACK)
+        places = [lost, len(values) - 1 - lost]
+        values.partition(places)
+        low, high = values[places].tolist()
+        found[wished] = (_outward(min(low, -SMALLEST_LOG_RATIO), -1), _outward(max(high, SMALLEST_LOG_RATIO), 1))
+    return found
 
 
 def _outward(log_ratio: float, sign: int) -> float:
@@ -156,12 +144,10 @@ def _outward(log_ratio: float, sign: int) -> float:
 
 def _above(values: Floats, share: float) -> float:
     """Orders the values."""
-    if not len(values):
-        return SMALLEST_LOG_RATIO
     kept = len(values) - 1 - int(len(values) * (1.0 - share) + _SLACK)
     values.partition(kept)
     value = max(float(values[kept]), SMALLEST_LOG_RATIO**2) * (1.0 + _ROUNDING)
-    return _short(value, value, 1) if value < _LARGEST else math.inf
+    return _short(value, value, 1) if value < 1e300 else math.inf
 
 
 def _short(value: float, size: float, sign: int) -> float:

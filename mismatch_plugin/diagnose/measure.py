@@ -40,8 +40,6 @@ MAX_NAMES = 24
 MAX_STALENESS = 8
 UNKNOWN = -(2**31)
 """Staleness of a token whose version, or whose trainer's version, has no number."""
-MIN_TOKENS_OF_STALENESS = 100
-"""A staleness with fewer tokens is no point of the regression."""
 OLD_SHARE = 0.05
 """Of the tokens: so few of the oldest may be left out."""
 
@@ -68,65 +66,17 @@ def measure(
     edges = np.linspace(-edge, edge, BINS + 1)
     ratio = bounded_exp(gap)
     columns = [column.numpy() for column in (gap.abs(), -gap, k3(gap), ratio, ratio.square())]
-    samples, places = samples_of(batch, packed)
-    steps = staleness(samples, places)
-    parts = _parts(samples, places, packed, steps)
+    parts = _parts(*samples_of(batch, packed), packed)
     size = Size(
         edges=tuple(edges.tolist()),
         counts=tuple(np.histogram(gap.clamp(-edge, edge).numpy(), edges)[0].tolist()),
         quantiles={f"p{share:g}": value for share, value in zip(QUANTILES, quantiles, strict=True)},
         breakdowns={name: _groups(labels, codes, columns) for name, labels, codes in parts},
-        separated=separate(steps, columns[0], columns[2]),
     )
     return statistics.metrics(), size
 
 
 # Where it comes from -------------------------------------------------------------------------------------------------
-
-
-def separate(steps: Ints, absolute: Floats, k3_T: Floats) -> dict[str, float]:
-    """What of the gap is the engine's and what comes from older weights, by name; {} where nothing tells.
-
-    steps: [T] `staleness`. absolute: |Δ log p|. With tokens of staleness 0:
-    engine_abs, engine_k3: mean |Δ log p| and k3 of those: same weights, so that the engines alone differ
-    stale_abs, stale_k3: of the others
-    staleness_k3: k3 of all − engine_k3, at least 0: what fresh weights would save
-    Without such tokens, but with two or more stalenesses of 100 tokens each:
-    engine_k3: value at staleness 0 of the least-squares line of their mean k3 (each weighed by its tokens), at least 0:
-        an extrapolation, which holds while the policy drifts evenly; staleness_k3: the rest; k3_per_step: its slope
-    """
-    kinds, code = np.unique(steps, return_inverse=True)
-    sums = np.stack([np.bincount(code), np.bincount(code, absolute), np.bincount(code, k3_T)])[:, kinds != UNKNOWN]
-    kinds = kinds[kinds != UNKNOWN]
-    if not len(kinds):
-        return {}
-    count, _, total = sums
-    whole = float(total.sum() / count.sum())
-    if 0 in kinds:
-        found = {}
-        for name, of in (("engine", kinds == 0), ("stale", kinds != 0)):
-            tokens, of_absolute, of_k3 = sums[:, of].sum(1).tolist()
-            if tokens:
-                found |= {f"{name}_abs": of_absolute / tokens, f"{name}_k3": of_k3 / tokens}
-        return found | {"staleness_k3": max(whole - found["engine_k3"], 0.0)}
-    enough = count >= MIN_TOKENS_OF_STALENESS
-    if enough.sum() < 2:
-        return {}
-    slope, level = np.polyfit(kinds[enough], (total / count)[enough], 1, w=np.sqrt(count[enough]))
-    engine = min(max(float(level), 0.0), whole)
-    return {"engine_k3": engine, "staleness_k3": whole - engine, "k3_per_step": float(slope)}
-
-
-def staleness(samples: Sequence[Sample], places: Sequence[Ints]) -> Ints:
-    """[T] trainer's version − token's version, in steps of the numbers at their ends; UNKNOWN where one has none."""
-
-    def behind(sample: Sample) -> Ints:
-        trainer, numbers = version_number(sample.trainer_version), numbered_versions(sample)
-        if trainer is None:
-            return np.full(len(sample), UNKNOWN, dtype=np.int32)
-        return np.where(numbers < 0, UNKNOWN, np.clip(trainer - numbers, UNKNOWN + 1, 2**31 - 1)).astype(np.int32)
-
-    return at_places(behind, samples, places)
 
 
 def _groups(labels: Sequence[str], codes: Ints, columns: Sequence[Floats]) -> tuple[Group, ...]:
@@ -142,7 +92,7 @@ def _groups(labels: Sequence[str], codes: Ints, columns: Sequence[Floats]) -> tu
 
 
 def _parts(
-    samples: Sequence[Sample], places: Sequence[Ints], packed: PackedSequences, steps: Ints
+    samples: Sequence[Sample], places: Sequence[Ints], packed: PackedSequences
 ) -> Iterator[tuple[str, tuple[str, ...], Ints]]:
     """By what; its buckets' labels; [T] the bucket of each token, an index into them.
 
@@ -169,6 +119,7 @@ def _parts(
         none = len(newest) + 1
         codes = at_places(lambda s: version_of_tokens(s.weight_versions, code, len(s), none), samples, places)
         yield "version", (*newest, "older", "unknown"), codes
+    steps = at_places(_behind, samples, places)
     if (steps != UNKNOWN).any():
         labels = ("ahead", *map(str, range(MAX_STALENESS + 1)), f"from {MAX_STALENESS + 1}", "unknown")
         codes = np.clip(steps, -1, MAX_STALENESS + 1) + 1
@@ -182,6 +133,12 @@ def _parts(
             yield name, labels, np.repeat([place.get(value, len(known) + 1) for value in values], lengths)
     if packed.advantages is not None:
         yield "advantage", ("negative", "zero", "positive"), packed.advantages.sign().long().add_(1).numpy()
+
+
+def _behind(sample: Sample) -> Ints:
+    """[n] trainer's version − token's version, in steps of the numbers at their ends; UNKNOWN where one has none."""
+    trainer, numbers = version_number(sample.trainer_version), numbered_versions(sample)
+    return np.where(numbers < 0, UNKNOWN, UNKNOWN if trainer is None else np.maximum(trainer - numbers, UNKNOWN + 1))
 
 
 def _bucket(values: Ints | Floats, edges: Sequence[float] | Floats) -> Ints:

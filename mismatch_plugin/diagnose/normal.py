@@ -155,31 +155,23 @@ class Hints:
     engine: Format | None = None
     trainer: Format | None = None
     moe: bool | None = None
-    routing_replayed: bool = False
-    same_quantisation: bool | None = None
     stale: float = 0.0
 
 
 def pairs_like(hints: Hints) -> tuple[Pair, ...]:
     """The kinds of pair that the hints allow, the likeliest first: without any, dense bf16 and its neighbours."""
+    alike = hints.trainer == hints.engine
     found: tuple[Pair, ...]
     if hints.engine in ("fp8", "fp4"):
-        alike = hints.same_quantisation
-        alike = alike if alike is not None else (True if hints.trainer == hints.engine else None)
-        pairs: dict[bool | None, tuple[Pair, ...]] = {
-            True: ("fp8, both sides alike",),
-            False: ("fp8, quantised differently", "fp8 or fp4 engine, bf16 trainer"),
-            None: ("fp8 or fp4 engine, bf16 trainer", "fp8, both sides alike"),
-        }
-        found = pairs[alike]
+        found = ("fp8, both sides alike",) if alike else ("fp8 or fp4 engine, bf16 trainer", "fp8, both sides alike")
     elif hints.engine == "int4":
-        found = ("int4, both sides alike",) if hints.same_quantisation else ("int4 engine",)
+        found = ("int4, both sides alike",) if alike else ("int4 engine",)
     elif hints.engine == "int8":
         found = ("int8 engine",)
     elif hints.engine == "fp16" and hints.trainer in ("fp16", None):
         found = ("fp16",)
     elif hints.moe:
-        found = ("MoE bf16, routing replayed",) if hints.routing_replayed else ("MoE bf16",)
+        found = ("MoE bf16",)
     elif hints.trainer == "fp32":
         found = ("bf16 engine, fp32 trainer", "dense bf16")
     elif hints.engine is None and hints.trainer is None and hints.moe is None:
@@ -198,29 +190,30 @@ class Answer(NamedTuple):
     rows: tuple[Comparable, ...] = ()
 
 
-def normality(level: Mismatch, hints: Hints | None = None, *, name_others: bool = True) -> Answer:
+def normality(level: Mismatch, hints: Hints | None = None) -> Answer:
     """Whether the gap is of a known size: at most LOOSE times the largest figure of its kind, for every figure known of
-    the kind; in one sentence. name_others: where it is not, name up to two other kinds of this size."""
+    the kind; in one sentence."""
     pairs = pairs_like(hints or Hints())
     if level.abs_max == 0.0:
         return Answer(True, "an exact zero: both sides have the same log-probs, as aligned kernels give.")
     for pair in pairs:
-        if (known := _known(pair)) and all(
-            _value(level, name) <= LOOSE * rows[-1].high for name, rows in known.items()
-        ):
-            beyond = any(_value(level, name) > rows[-1].high for name, rows in known.items())
+        known = _known(pair)
+        times = {name: _value(level, name) / rows[-1].high for name, rows in known.items()}
+        if known and max(times.values()) <= LOOSE:
             below = all(_value(level, name) < min(row.low for row in rows) for name, rows in known.items())
-            size = "within twice what is" if beyond else "below what is" if below else "as"
-            measured = "measured on our tiny models" if _all_ours(known) else "published"
+            size = "within twice what is" if max(times.values()) > 1.0 else "below what is" if below else "as"
+            highs: dict[Figure, float] = {
+                name: max((row.high for row in rows if not row.ours), default=0.0) for name, rows in known.items()
+            }
+            ours = any(_value(level, name) > LOOSE * high for name, high in highs.items())
+            measured = "measured on our tiny models" if ours else "published"
             sentence = f"normal, {size} {measured} for {pair}: {_shown(level, known)}."
             return Answer(True, sentence, _rows(level, (pair, *(other for other in pairs if other != pair))))
     if not (known := _known(pairs[0])):
         return Answer(None, f"nothing sound is known of {pairs[0]}.", _rows(level, pairs))
     times = max(_value(level, name) / rows[-1].high for name, rows in known.items())
-    sentence = f"not normal for {pairs[0]}, {figure(times, 2)} times the largest known: {_shown(level, known)}"
-    if name_others and (others := _others(level, pairs)):
-        sentence += "; of the size of " + " or ".join(f'"{pair}"' for pair in others[:2])
-    return Answer(False, f"{sentence}.", _rows(level, pairs))
+    sentence = f"not normal for {pairs[0]}, {figure(times, 2)} times the largest known: {_shown(level, known)}."
+    return Answer(False, sentence, _rows(level, pairs))
 
 
 def largest_published(quantised: bool) -> tuple[float, float]:
@@ -270,10 +263,6 @@ def _known(pair: Pair) -> dict[Figure, list[Known]]:
     return {name: sorted(rows, key=lambda row: row.high) for name, rows in found.items()}
 
 
-def _all_ours(known: dict[Figure, list[Known]]) -> bool:
-    return all(row.ours for rows in known.values() for row in rows)
-
-
 def _rows(level: Mismatch, pairs: Sequence[Pair]) -> tuple[Comparable, ...]:
     """The sound gaps of these kinds, each with this one's figure: inside is at most LOOSE times below or above it."""
     found: list[Comparable] = []
@@ -285,23 +274,6 @@ def _rows(level: Mismatch, pairs: Sequence[Pair]) -> tuple[Comparable, ...]:
                        high=row.high, value=value, where=where)
         )  # fmt: skip
     return tuple(found)
-
-
-def _others(level: Mismatch, pairs: Sequence[Pair]) -> list[Pair]:
-    """Other kinds that fit by every figure of theirs; none where the mean, or k3, is of no other kind's size."""
-    fits = {
-        (pair, of): rows[0].low / LOOSE <= _value(level, of) <= LOOSE * rows[-1].high
-        for pair in get_args(Pair)
-        if pair not in pairs
-        for of, rows in _known(pair).items()
-    }
-    if {of for (_, of), fit in fits.items() if fit} != {_ABS, "k3"}:
-        return []
-    return [
-        pair
-        for pair in dict.fromkeys(pair for pair, _ in fits)
-        if all(fit for (p, _), fit in fits.items() if p == pair)
-    ]
 
 
 def _shown(level: Mismatch, known: dict[Figure, list[Known]]) -> str:

@@ -19,7 +19,8 @@ from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.versions import version_number, version_of_tokens
 from mismatch_plugin.diagnose.batch import Batch, Tokens
 
-MAX_TOKENS = 1_500_000
+_ONE = "predictions take 1, without settings whose criteria depend on the advantage"
+MAX_TOKENS = 500_000
 """Tokens on which settings are predicted; of more, a random part is taken."""
 _PIECE = 1 << 20
 
@@ -115,18 +116,18 @@ def _advantages(
 ) -> tuple[Tensor | None, tuple[str, ...]]:
     found = _given("advantages", samples, places)
     if found is not None:
-        nothing = "all advantages are 0, which trains nothing: predictions take 1"
+        nothing = f"all advantages are 0, which trains nothing: {_ONE}"
         return (found, ()) if found.any() else (None, (nothing,))
     partly = "some tokens have no advantage, so none is used; " * any(s.advantages is not None for s in samples)
     if not all(map(_rewarded, samples)):
-        return None, (f"{partly}there are no advantages, and no reward of every response: predictions take 1",)
+        return None, (f"{partly}there are no advantages, and no reward of every response: {_ONE}",)
     rewarded = [sample for sample in batch if _rewarded(sample)]
     ids, how = _group_ids(rewarded)
     if len(set(ids)) == len(ids):
         ids, how = [0] * len(ids), "over the batch, for no two responses share a group or prompt"
     values = group_advantages(_rewards(rewarded), ids).tolist()
     if not any(values):
-        return None, (f"{partly}rewards are the same {how}: there is no advantage, predictions take 1",)
+        return None, (f"{partly}rewards are the same {how}: {_ONE}",)
     of_sample = {sample.index: value for sample, value in zip(rewarded, values, strict=True)}
     by_sample = torch.tensor([of_sample[sample.index] for sample in samples], dtype=torch.float64)
     said = f"{partly}advantages are made of the rewards, centred and divided by their deviation {how}"

@@ -16,7 +16,8 @@ import mismatch_plugin
 from mismatch_plugin.config.units import RS_LEVELS
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.diagnose import words
-from mismatch_plugin.diagnose.normal import LOOSE
+from mismatch_plugin.diagnose.flags import HOSTS
+from mismatch_plugin.diagnose.normal import LOOSE, span
 from mismatch_plugin.diagnose.result import Diagnosis, Prediction
 from mismatch_plugin.files import write_whole
 from mismatch_plugin.limits import SAFETY_BOUND
@@ -42,8 +43,8 @@ Cell = tuple[str, float | str | None]
 """Text, and the number that a column is sorted by; None for words."""
 
 
-def write_page(diagnosis: Diagnosis, path: Path, *, host: str = "slime") -> Path:
-    """Write the page, whole or not at all. host: whose flags are in front.
+def write_page(diagnosis: Diagnosis, path: Path, *, host: str | None = None) -> Path:
+    """Write the page, whole or not at all. host: whose flags are in front; default: our flags alone.
 
     Raises ImportError where jinja2 is missing, OSError as `open`.
     """
@@ -61,9 +62,13 @@ def write_page(diagnosis: Diagnosis, path: Path, *, host: str = "slime") -> Path
         caption += f"; in the pale area {OUTSIDE.get(advised.mode, 'they are rejected')}, as recommended"
     if histograms is not None:
         levels = {name: level.model_dump() for name, level in histograms.levels.items()}
-        first = vars(advised or words.Controls("token", "none", None, None))
+        first = (advised or words.Controls("token", "none", None, None))._asdict()
         data = {"edges": histograms.edges, "levels": levels, "settings": settings, "first": first}
         data = _finite(data | {"judged": list(RS_LEVELS), "units": UNIT_NAMES})
+    flags = dict[str, tuple[str, str]]()
+    if advice:
+        flags = {name: (HOSTS.get(name, name), text) for name, text in advice.flags.items()}
+        flags = flags if host else {"": ("any trainer", words.neutral_flags(advice.settings))} | flags
     html = template.render(
         d=diagnosis,
         verdict=verdict,
@@ -74,10 +79,10 @@ def write_page(diagnosis: Diagnosis, path: Path, *, host: str = "slime") -> Path
         caption=caption,
         settings=settings,
         modes=MODES,
-        host=host,
-        gate=words.gate_words(diagnosis.gate, brief=True) if diagnosis.gate else None,
-        hosts=words.host_names(advice.flags) if advice else {},
-        published=_published_table(diagnosis),
+        host=host or "",
+        gate=words.gate_words(diagnosis.gate) if diagnosis.gate else None,
+        flags=flags,
+        known=_known_table(diagnosis),
         sizes=_size_table(diagnosis),
         quantiles=_quantile_table(diagnosis),
         breakdowns={} if diagnosis.size is None else diagnosis.size.breakdowns,
@@ -105,7 +110,7 @@ def _settings(diagnosis: Diagnosis) -> list[dict[str, Any]]:
     for item in diagnosis.predictions:
         at = words.controls_of(item.settings)
         if at is not None and item.algorithm != 1:  # there PPO-clip's own ratio is a weight, which no control has
-            found.append({"name": item.setting + " (recommended)" * (item.setting == best), **vars(at)})
+            found.append({"name": item.setting + " (recommended)" * (item.setting == best), **at._asdict()})
     found.sort(key=lambda item: not item["name"].endswith(" (recommended)"))
     return found or [
         {"name": "algorithm 2, token, truncate 2", "level": "token", "mode": "truncate", "lower": None, "upper": 2.0}
@@ -121,21 +126,21 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _published_table(diagnosis: Diagnosis) -> Table:
-    """Every published gap of the same kind of pair, next to this one."""
+def _known_table(diagnosis: Diagnosis) -> Table:
+    """Every known gap of the same kind of pair, next to this one."""
     rows = tuple(
-        (of.pair, of.figure, words.span(of.low, of.high), figure(of.value), of.where, of.what, of.source)
+        (of.pair, of.figure, span(of.low, of.high), figure(of.value), of.where, of.what, of.source)
         for of in diagnosis.normal
     )
     headers = ("pair", "figure", "range", "here", "", "model and engines", "source")
     note = f"Up to {LOOSE:g} times above or below a range counts as inside: most are of one run."
-    return Table("Published, nats per token", headers, rows, notes=(note,))
+    return Table("Known gaps, nats per token", headers, rows, notes=(note,))
 
 
 def _size_table(diagnosis: Diagnosis) -> Table:
-    known, rows = words.published(diagnosis), words.size_rows(diagnosis)
+    known, rows = words.known(diagnosis), words.size_rows(diagnosis)
     shown = tuple((name, f"{value} {unit}".strip(), known.get(name, NOTHING)) for name, value, unit in rows)
-    return Table("Figures", ("figure", "measured", "published"), shown)
+    return Table("Figures", ("figure", "measured", "known"), shown)
 
 
 def _quantile_table(diagnosis: Diagnosis) -> Table:

@@ -1,27 +1,35 @@
-"""What a setting would do to these data, without training: computed by the code that trains."""
+"""What settings would do to these data, without training: computed by the code that trains."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.config.values import ignore_mismatch_warnings
+from mismatch_plugin.config.presets import PRESETS
+from mismatch_plugin.config.units import RS_LEVELS
+from mismatch_plugin.config.values import ignore_mismatch_warnings, merge
 from mismatch_plugin.core.correction import Correction, correct
 from mismatch_plugin.core.groups import group_advantages, group_metrics
 from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.segments import bounded_exp, segment_sum, spread
-from mismatch_plugin.diagnose.levels import Bounds, LevelUnits, units_in
-from mismatch_plugin.diagnose.packing import Groups, subset
+from mismatch_plugin.diagnose.flags import config_of
+from mismatch_plugin.diagnose.levels import GROWN, KEEPS, Bounds, LevelUnits, bounds_for, growing, levels_of, units_in
+from mismatch_plugin.diagnose.packing import Groups
 from mismatch_plugin.diagnose.result import Prediction
-from mismatch_plugin.diagnose.tried import OWN, Setting, setting_of, settings_for
+from mismatch_plugin.limits import SAFETY_BOUND
+
+OWN = "your settings"
+_UPPER = {"geometric": 1.001}
+"""Level → the upper bound that is tried next to the one from the data; 2 at others. The lower one is its reciprocal."""
+_MOST_VERSIONS = 4
 
 
 def predict(
@@ -39,52 +47,147 @@ def predict(
     kept: rollout_corr/accepted_token_fraction
     mean_weight, max_weight: of the kept tokens
     ess: (Σ w)² / (n Σ w²) over units
-    variance: Σ_u (x_u − mean x)² / (Σ_u |x_u|)² with x = w A: the squared relative error of Σ w A for independent
-        units. Divided by Σ |w A|, not by Σ w A, which is near 0 where advantages are centred; inf if nothing is left
-    noise: Σ_u x_u² / (Σ_u |x_u|)² divided by that of x = A: 1 is as noisy as no correction, at every level alike;
-        1 / ess where there are no advantages and units are tokens
+    noise: Σ_u x_u² / (Σ_u |x_u|)² with x = w A, divided by that of x = A: 1 is as noisy as no correction, at every
+        level alike; inf if nothing is left
     bias: |Σ_u (w − ρ) A| / Σ_u |ρ A|, ρ the level's own ratio before bounding, at geometric level the product:
         what the level itself leaves uncorrected is not in it
-    clipped: rollout_corr/pg_clipfrac: share where the clip of algorithm 1 is active before any step was taken
-    groups_changed, advantages_changed: `core.groups.group_metrics`, what `rs.group` exclude would change
+    groups_changed: `core.groups.group_metrics`, what `rs.group` exclude would change
 
     What training reports, too, is read from the statistics that it reports: equal to the last digit for the same batch.
     In algorithms 1 and 3, and under `rs.policy` current, the training side is π_θ, which is π_old in the first step.
     Under `rs.group` exclude and drop the advantages are those of the accepted responses. A dry run is predicted as if
-    it were none. Above `packing.MAX_TOKENS` tokens a random part is taken (`packing.subset`, whose note says so).
-    bounds: `bounds_for` these tokens, where the caller has it. groups: `packing.groups_of` these responses.
+    it were none. bounds: `bounds_for` these tokens, where the caller has it. groups: `packing.groups_of` them.
     Raises InvalidLogProbError, ValueError as `correct`.
     """
-    if groups is None:
-        packed, _ = subset(packed)
-    return predict_settings(packed, settings_for(packed, own, bounds), groups)
-
-
-def predict_settings(
-    packed: PackedSequences, settings: Iterable[Setting], groups: Groups | None = None
-) -> list[Prediction]:
-    """As `predict`, of these settings and on all of the tokens."""
     data = _Data(packed, groups)
-    return [_prediction(setting, data) for setting in settings]
+    measured = bounds_for(packed) if bounds is None else bounds
+    return [data.prediction(*setting) for setting in settings_for(packed, own, measured)]
 
 
-def predict_one(packed: PackedSequences, config: MismatchConfig, name: str, groups: Groups | None = None) -> Prediction:
+def predict_one(
+    packed: PackedSequences, config: MismatchConfig, name: str = "", groups: Groups | None = None
+) -> Prediction:
     """`predict` for one setting alone."""
-    return predict_settings(packed, [setting_of(name, config)], groups)[0]
+    return _Data(packed, groups).prediction(name, config.model_dump(mode="json", exclude_unset=True), config)
 
 
-class _Reference(NamedTuple):
-    """Of the ratios of a level before bounding. total, absolute: Σ ρ A and Σ |ρ A| over units. noise: Σ A² / (Σ |A|)².
-    units: how many there are."""
+# Which settings ------------------------------------------------------------------------------------------------------
 
-    total: float
-    absolute: float
-    noise: float
-    units: float
+Setting = tuple[str, dict[str, Any], MismatchConfig]
+"""(name, settings as a file for --mismatch-config has them, what of them these data can tell)."""
 
 
-_HUGE = 1e30
-"""Advantages above it are scaled: no sum of their squares is finite in float32."""
+def settings_for(packed: PackedSequences, own: MismatchConfig | None, bounds: Bounds) -> Iterator[Setting]:
+    """The user's own, every preset, and every algorithm × level × mode at two bounds: a constant, and what keeps 99 %
+    of these data, the same for all lengths and growing with them. Without weights the bounds are those of a ratio
+    criterion. Objectives of algorithm 1, whose clip acts at once. Limits on staleness, where versions are known.
+
+    Without advantages no setting whose criteria need them."""
+    if own is not None:
+        yield OWN, own.model_dump(mode="json", exclude_unset=True), measurable(own, packed)
+    for name, settings in (*_of_presets(bounds), *_of_bounds(packed, bounds), *_of_versions(packed)):
+        config = config_of(settings)
+        if packed.advantages is not None or not config.needs_advantages:
+            yield name, settings, config
+
+
+Named = Iterator[tuple[str, dict[str, Any]]]
+
+
+def _of_presets(bounds: Bounds) -> Named:
+    """A parameter without a default has the value that keeps 99 % of the responses; without one there is no setting."""
+    lowest = max(bounds["geometric"][KEEPS][0], math.exp(-SAFETY_BOUND))
+    from_data = {
+        "max_k2": bounds["sequence_max_k2"][KEEPS][1],
+        "mean_k3": bounds["sequence_mean_k3"][KEEPS][1],
+        "delta": -math.log(lowest),  # mean(log π_rollout − log π_θ) > δ: a geometric mean below e^−δ
+    }
+    for preset in PRESETS:
+        given = {name: from_data[name] for name in preset.required}
+        if not given:
+            yield preset.short, {"preset": preset.short}
+        elif all(0.0 < value < math.inf for value in given.values()):
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in given.items())
+            yield f"{preset.short}, {shown} (keeps {KEEPS})", preset.settings(**given)
+
+
+def _of_bounds(packed: PackedSequences, bounds: Bounds) -> Named:
+    for level in levels_of(packed):
+        constant, (low, high) = _UPPER.get(level, 2.0), bounds[level][KEEPS]
+        for lower, upper, note in ((1.0 / constant, constant, ""), (low, high, f" (keeps {KEEPS})")):
+            if upper == math.inf:
+                continue
+            between = f"{lower:.7g} to {upper:.7g}{note}"
+            for mode in ("truncate", "clip", "mask"):
+                tis: dict[str, Any] = {"level": level, "mode": mode, "upper_bound": upper}
+                shown = f"{upper:.7g}{note}" if mode == "truncate" else between
+                for algorithm in (2, 3):
+                    given = tis if mode == "truncate" else {**tis, "lower_bound": lower}
+                    yield _setting(algorithm, f"{level}, {mode} {shown}", {"tis": given})
+            if level in RS_LEVELS:
+                rule = {"aggregate": level, "statistic": "ratio", "lower_bound": lower}
+                for algorithm in (0, 1):
+                    rs = {"criteria": [{**rule, "upper_bound": upper}]}
+                    yield _setting(algorithm, f"reject {level} ratio outside {between}", {"rs": rs})
+    for level, name in growing(packed).items():
+        lower, upper = bounds[name][KEEPS]
+        tis = {"level": level, "lower_bound": lower, "upper_bound": upper, "bound_growth": GROWN}
+        for mode in ("clip", "mask") if upper < math.inf else ():
+            name = f"{level}, {mode} {lower:.7g} to {upper:.7g}, growth {GROWN:g} (keeps {KEEPS})"
+            yield _setting(2, name, {"tis": {**tis, "mode": mode}})
+    rule = {"aggregate": "sequence_mean", "statistic": "k3", "upper_bound": bounds["sequence_mean_k3"][KEEPS][1]}
+    for algorithm in (0, 1):
+        name = f"reject sequence_mean k3 above {rule['upper_bound']:g} (keeps {KEEPS})"
+        yield _setting(algorithm, name, {"rs": {"criteria": [rule]}})
+    for objective in ("gspo", "cispo", "sapo", "gmpo"):
+        yield _setting(1, f"objective {objective}", {"objective": objective})
+
+
+def _of_versions(packed: PackedSequences) -> Named:
+    """A limit between every two stalenesses that are there; the smallest ones, where there are many."""
+    if packed.weight_versions is None or packed.trainer_version is None:
+        return
+    behind = (packed.trainer_version - packed.weight_versions[packed.loss_mask]).unique()
+    for most in [int(value) for value in behind.tolist() if value >= 0][:-1][:_MOST_VERSIONS]:
+        for algorithm in (0, 2):
+            yield _setting(algorithm, f"max_staleness {most}", {"rs": {"max_staleness": most}})
+
+
+def _setting(algorithm: int, name: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    switches = {"use_rollout_log_probs": bool(algorithm & 1), "use_tis": bool(algorithm & 2)}
+    return f"algorithm {algorithm}, {name}", {key: True for key, on in switches.items() if on} | settings
+
+
+def _lacks_versions(config: MismatchConfig, packed: PackedSequences) -> bool:
+    return config.rs.max_staleness is not None and (packed.weight_versions is None or packed.trainer_version is None)
+
+
+def measurable(config: MismatchConfig, packed: PackedSequences) -> MismatchConfig:
+    """The settings without what needs advantages (conditions, weights by their sign), and the limit that needs
+    versions, that are not there."""
+    rs: dict[str, Any] = {"max_staleness": None} if _lacks_versions(config, packed) else {}
+    tis: dict[str, Any] = {}
+    if config.needs_advantages and packed.advantages is None:
+        criteria = [each for each in config.rs.criteria if not each.conditional]
+        rs["criteria"] = [each.model_dump(exclude_unset=True) for each in criteria]
+        if config.weighs_by_sign:
+            tis = {"lower_bound_positive": None, "upper_bound_positive": None}
+            tis |= {"mode": "truncate"} if config.tis.mode == "gamma" else {}
+    return config_of(merge(config.model_dump(exclude_unset=True), {"rs": rs, "tis": tis})) if rs else config
+
+
+def left_out(packed: PackedSequences, own: MismatchConfig | None, grouped: bool) -> tuple[str, ...]:
+    """What of the user's own settings is not predicted, and why. grouped: rewards and groups are there."""
+    notes: list[str] = []
+    own = own or MismatchConfig()
+    if _lacks_versions(own, packed):
+        notes.append("rs.max_staleness of your settings is not predicted: some tokens or the trainer have no version")
+    if own.rs.group != "keep" and not grouped:
+        notes.append(f"rs.group {own.rs.group} of your settings is predicted as keep: there are no groups with rewards")
+    return tuple(notes)
+
+
+# What they do --------------------------------------------------------------------------------------------------------
 
 
 class _Data:
@@ -94,12 +197,10 @@ class _Data:
     responses by length, shortest first, in three parts; () where there are fewer, or all are as long.
     """
 
-    def __init__(self, packed: PackedSequences, groups: Groups | None = None) -> None:
+    def __init__(self, packed: PackedSequences, groups: Groups | None) -> None:
         assert packed.old_log_probs is not None
         self.groups = groups
         given = torch.ones_like(packed.old_log_probs) if packed.advantages is None else packed.advantages
-        if given.numel() and (largest := float(given.abs().max())) > _HUGE:
-            given = given / largest  # predictions are of ratios of sums, which would overflow
         self.advantages_T = torch.where(packed.loss_mask, given, 0.0).to(packed.old_log_probs.dtype)
         self.packed = packed.replace(advantages=self.advantages_T)
         self.tokens_N = segment_sum(packed.loss_mask.double(), packed.offsets)
@@ -114,118 +215,88 @@ class _Data:
         self.thirds = () if equal else torch.tensor_split(there[lengths.argsort(stable=True)], 3)
         self.known: dict[str, dict[str, Any]] = {}
         self._last: tuple[str, Correction] | None = None
-        self._clips: dict[str, tuple[Tensor, float]] = {}
-        self._levels: dict[str, tuple[LevelUnits, _Reference]] = {}
+        self._clips: dict[str, Tensor] = {}
+        self._levels: dict[str, tuple[LevelUnits, float, float, float]] = {}
 
-    def corrected(self, key: str, config: MismatchConfig) -> Correction:
-        """`correct`, or what it gave last where the key is that of the last one."""
-        if self._last is None or self._last[0] != key:
-            self._last = None  # its memory is free before the next one needs as much
-            self._last = key, correct(self.packed, config, log_probs=self.packed.old_log_probs)
-        return self._last[1]
+    def prediction(self, name: str, settings: dict[str, Any], config: MismatchConfig) -> Prediction:
+        # In the first step algorithms 0 and 1, and 2 and 3, share weights and decisions; the clip of 1 is its own.
+        decides = {"tis", "rs", "use_tis", "rollout_log_prob_policy"}
+        shared = f"{config.model_dump(include=decides)} {config.uses_rollout_values}"
+        key = f"{shared} {config.objective} {config.ppo}" if config.algorithm == 1 else shared
+        if key not in self.known:
+            with ignore_mismatch_warnings():  # without weights only the counts are read
+                applied = config.replace(metrics="basic" if config.weighted else "off", dry_run=False)
+            data = self
+            if applied.rs.group != "keep" and self.groups is not None:
+                kept_N = correct(self.packed, applied).kept_N
+                least = applied.rs.least_accepted
+                advantages_N = group_advantages(self.groups.rewards, self.groups.ids, kept_N, min_accepted=least)
+                advantages_T = spread(advantages_N, self.packed.sequence_index)
+                data = _Data(self.packed.replace(advantages=advantages_T), self.groups)
+            if data._last is None or data._last[0] != shared:
+                data._last = None  # its memory is free before the next one needs as much
+                data._last = shared, correct(data.packed, applied, log_probs=data.packed.old_log_probs)
+            self.known[key] = data._figures(applied, data._last[1])
+        second_pass, own = not config.use_rollout_log_probs, name == OWN
+        given = {"algorithm": config.algorithm, "second_pass": second_pass, "own": own, **self.known[key]}
+        return Prediction(setting=name, settings=settings, **given)
 
-    def of_accepted(self, config: MismatchConfig) -> _Data:
-        """These data with the advantages of the accepted responses, as `rs.group` has them."""
-        assert self.groups is not None
-        kept_N = correct(self.packed, config).kept_N
-        least = config.rs.least_accepted
-        advantages_N = group_advantages(self.groups.rewards, self.groups.ids, kept_N, min_accepted=least)
-        return _Data(self.packed.replace(advantages=spread(advantages_N, self.packed.sequence_index)), self.groups)
-
-    def level(self, name: str) -> tuple[LevelUnits, _Reference]:
-        """Its units, without their ratios, and its reference: at geometric level, whose mean is no ratio of
-        probabilities, that of the whole response."""
+    def level(self, name: str) -> tuple[LevelUnits, float, float, float]:
+        """Its units, without their ratios; Σ ρ A and Σ |ρ A| over them, ρ before bounding, at geometric level, whose
+        mean is no ratio of probabilities, that of the whole response; the noise of A."""
         if name not in self._levels:
             of = units_in(name, self.packed)
             if of.unit.multiplies or of.unit.per_token:
                 advantages_U = of.total(self.advantages_T)
-                values, there = bounded_exp(of.log_ratio_U) * advantages_U, float((of.tokens_U > 0).sum())
-                reference = _Reference(float(values.sum()), float(values.abs().sum()), _noise(advantages_U), there)
+                values = bounded_exp(of.log_ratio_U) * advantages_U
+                total, absolute, noise = float(values.sum()), float(values.abs().sum()), _noise(advantages_U)
             else:
-                _, reference = self.level("sequence")
+                _, total, absolute, noise = self.level("sequence")
             none = torch.empty(0)  # to sum over units needs no values: they would be kept for nothing
             tokens_U = none if of.index_T is None else of.tokens_U
-            self._levels[name] = replace(of, log_ratio_U=none, count_U=none, tokens_U=tokens_U), reference
+            kept = replace(of, log_ratio_U=none, count_U=none, tokens_U=tokens_U)
+            self._levels[name] = kept, total, absolute, noise
         return self._levels[name]
 
-    def clip(self, config: MismatchConfig) -> tuple[Tensor, float]:
-        """Of bypass PPO in its first step: ([T] what multiplies A ∇ log π_θ, share of tokens where the clip is active).
-
-        By differentiating the loss itself: the ratio, or 0 where the clip is active.
-        """
+    def clip(self, config: MismatchConfig) -> Tensor:
+        """[T] what multiplies A ∇ log π_θ in the first step of bypass PPO: the ratio, or 0 where the clip is active.
+        By differentiating the loss itself."""
         if (key := f"{config.objective} {config.ppo}") not in self._clips:
-            given = config.model_dump(include={"use_rollout_log_probs", "objective", "ppo"})
-            with ignore_mismatch_warnings():
-                config = MismatchConfig.build({**given, "metrics": "off"})
+            config = config_of(
+                {**config.model_dump(include={"use_rollout_log_probs", "objective", "ppo"}), "metrics": "off"}
+            )
             assert self.packed.old_log_probs is not None
             current = self.packed.old_log_probs.detach().clone().requires_grad_()
-            loss = token_loss(current, self.packed, config)
-            (gradient,) = torch.autograd.grad(loss.policy.sum(), current)
-            factor = gradient.neg_().div_(self.advantages_T)
-            ratio = bounded_exp(loss.correction.tokens.log_ratio)
-            active = sum(
-                float(column.sum()) for name, column in loss.clip_columns() if name in ("clip_high", "clip_low")
-            )
-            share = active / max(float(self.tokens_N.sum()), 1.0)
-            self._clips[key] = torch.where(self.advantages_T != 0, factor, ratio), share
+            with torch.enable_grad():
+                loss = token_loss(current, self.packed, config)
+                (gradient,) = torch.autograd.grad(loss.policy.sum(), current)
+            ratio, factor = bounded_exp(loss.correction.tokens.log_ratio), gradient.neg_().div_(self.advantages_T)
+            self._clips[key] = torch.where(self.advantages_T != 0, factor, ratio)
         return self._clips[key]
 
-
-def _prediction(setting: Setting, data: _Data) -> Prediction:
-    config = setting.config
-    # In the first step algorithms 0 and 1, and 2 and 3, share weights and decisions; the clip of 1 is its own.
-    decides = {"tis", "rs", "use_tis", "rollout_log_prob_policy"}
-    shared = f"{config.model_dump(include=decides)} {config.uses_rollout_values}"
-    key = f"{shared} {config.objective} {config.ppo}" if config.algorithm == 1 else shared
-    if key not in data.known:
-        with ignore_mismatch_warnings():
-            # Without weights only the counts are read.
-            applied = config.replace(metrics="basic" if config.weighted else "off", dry_run=False)
-        used = data.of_accepted(applied) if applied.rs.group != "keep" and data.groups is not None else data
-        data.known[key] = _figures(applied, used.corrected(shared, applied), used)
-    return Prediction(
-        setting=setting.name,
-        settings=setting.settings,
-        own=setting.name == OWN,
-        algorithm=config.algorithm,
-        second_pass=not config.use_rollout_log_probs,
-        **data.known[key],
-    )
-
-
-@torch.no_grad()
-def _figures(config: MismatchConfig, correction: Correction, data: _Data) -> dict[str, Any]:
-    metrics, units = correction.statistics.metrics(), config.unit
-    tokens_N, kept_N, weights_T = data.tokens_N, correction.kept_N, correction.applied
-    found: dict[str, Any] = {"kept": float(kept_N.sum() / tokens_N.sum()), "unit": units.measure.removesuffix("s")}
-    found |= {name: float(correction.keep.dot(sign) / count) for name, (sign, count) in data.signs.items()}
-    found["kept_by_length"] = tuple(float(kept_N[part].sum() / tokens_N[part].sum()) for part in data.thirds)
-    if config.weighted:
-        after = f"{PREFIX}rollout_is_weight_after_"
-        found |= {"mean_weight": metrics[f"{after}mean"], "max_weight": metrics[f"{after}max"]}
-        found["ess"] = metrics[f"{after}{units.ess}eff_sample_size"]
-    else:  # the core reports no weights: there are none but those of rejection and of the clip
-        if config.algorithm == 1:
-            with torch.enable_grad():
-                factor, found["clipped"] = data.clip(config)
-            weights_T = weights_T * factor
-        total, square, kept = float(weights_T.sum()), float(weights_T.dot(weights_T)), float(kept_N.sum())
-        found["mean_weight"] = total / kept if kept else 0.0
-        found["max_weight"] = float(weights_T.max())
-        found["ess"] = min(total**2 / (float(tokens_N.sum()) * square), 1.0) if square else 0.0
-    if data.groups is not None and config.rejects and not config.needs_advantages:
-        changed = group_metrics(data.groups.rewards, data.groups.ids, kept_N, config.rs.least_accepted)
-        names = {"groups_changed": "group_changed", "advantages_changed": "advantage_changed"}
-        found |= {name: changed[f"{PREFIX}rollout_rs_{metric}_fraction"] for name, metric in names.items()}
-    level, of = data.level(units.level)
-    values = level.total(weights_T * data.advantages_T)
-    total, absolute, noise = float(values.sum()), float(values.abs().sum()), _noise(values)
-    return found | {
-        # Σ (x − mean)² = Σ x² − (Σ x)² / n
-        "variance": max(noise - (total / absolute) ** 2 / of.units, 0.0) if absolute else math.inf,
-        "noise": noise / of.noise if absolute else math.inf,
-        "bias": abs(total - of.total) / of.absolute if of.absolute else 0.0,
-    }
+    @torch.no_grad()
+    def _figures(self, config: MismatchConfig, correction: Correction) -> dict[str, Any]:
+        metrics, units = correction.statistics.metrics(), config.unit
+        tokens_N, kept_N, weights_T = self.tokens_N, correction.kept_N, correction.applied
+        found: dict[str, Any] = {"kept": float(kept_N.sum() / tokens_N.sum()), "unit": units.measure.removesuffix("s")}
+        found |= {name: float(correction.keep.dot(sign) / count) for name, (sign, count) in self.signs.items()}
+        found["kept_by_length"] = tuple(float(kept_N[part].sum() / tokens_N[part].sum()) for part in self.thirds)
+        if config.weighted:
+            after = f"{PREFIX}rollout_is_weight_after_"
+            found |= {"mean_weight": metrics[f"{after}mean"], "max_weight": metrics[f"{after}max"]}
+            found["ess"] = metrics[f"{after}{units.ess}eff_sample_size"]
+        else:  # the core reports no weights: there are none but those of rejection and of the clip
+            weights_T = weights_T * self.clip(config) if config.algorithm == 1 else weights_T
+            total, square, kept = float(weights_T.sum()), float(weights_T.dot(weights_T)), float(kept_N.sum())
+            found |= {"mean_weight": total / kept if kept else 0.0, "max_weight": float(weights_T.max())}
+            found["ess"] = min(total**2 / (float(tokens_N.sum()) * square), 1.0) if square else 0.0
+        if self.groups is not None and config.rejects and not config.needs_advantages:
+            changed = group_metrics(self.groups.rewards, self.groups.ids, kept_N, config.rs.least_accepted)
+            found["groups_changed"] = changed[f"{PREFIX}rollout_rs_group_changed_fraction"]
+        level, total, absolute, noise = self.level(units.level)
+        values = level.total(weights_T * self.advantages_T)
+        bias = abs(float(values.sum()) - total) / absolute if absolute else 0.0
+        return found | {"noise": _noise(values) / noise if values.any() else math.inf, "bias": bias}
 
 
 def _noise(values_U: Tensor) -> float:

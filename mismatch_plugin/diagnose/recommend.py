@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.values import dotted_fields_set, get_path, ignore_mismatch_warnings
 from mismatch_plugin.core.metrics.registry import PREFIX
-from mismatch_plugin.diagnose.flags import HOSTS, config_of, flags_for, preset_of
-from mismatch_plugin.diagnose.levels import Bounds
+from mismatch_plugin.diagnose.flags import HOSTS, flags_for, preset_of
+from mismatch_plugin.diagnose.levels import SHARES, Bounds
 from mismatch_plugin.diagnose.measure import OLD_SHARE, Figures
 from mismatch_plugin.diagnose.normal import FAR_K3, SMALL_K3, UNEXPLAINED
 from mismatch_plugin.diagnose.result import Prediction, Recommendation
@@ -33,8 +33,6 @@ CREDIT = 0.5
 """Share of responses from which on their tokens have advantages of their own."""
 LEAST_KEPT = 0.9
 """Of the user's own tokens, by the prediction."""
-SHARES = ("99%", "99.9%")
-"""Of the bounds from the data: the tightest that is there is taken."""
 GROWN = 2.0
 """k3 that has grown so many times within ten steps says that something has changed."""
 
@@ -68,7 +66,8 @@ class Rule:
     def holds(self, figures: Figures) -> bool:
         """Whether this is the row of such a run."""
         inside = self.kl[0] <= figures.k3_kl < self.kl[1] and figures.max_length <= self.length
-        return inside and figures.kl_length <= self.kl_length and self.also(figures)
+        longer = figures.kl_length > self.kl_length  # not so where it is 0 times infinity
+        return inside and not longer and self.also(figures)
 
     @property
     def setting(self) -> str:
@@ -82,16 +81,10 @@ class Rule:
         with ignore_mismatch_warnings():
             return quiet_preset(self.preset).replace(**self.changes)
 
-    def with_bounds(self, lower: float, upper: float) -> dict[str, Any]:
-        """The changes that put bounds of the data in the place of the preset's."""
-        if self.bounds == "geometric":
-            return {"rs": {"criteria": [f"sequence_mean:ratio:{lower!r}:{upper!r}"]}}
-        return {"tis": {"lower_bound": lower, "upper_bound": upper}}
-
 
 RULES = (
     Rule(
-        name="drifting",
+        name="sequence_outliers",
         run="a few responses that drift as a whole",
         preset="geo_rs_token_tis",
         reason="a response that is off in all its tokens is dropped, by bounds from your own data; the others have "
@@ -102,7 +95,7 @@ RULES = (
         data_bounds=True,
     ),
     Rule(
-        name="experts",
+        name="moe_routing",
         run="in sync, single tokens far off (a mixture of experts whose router chooses otherwise)",
         preset="token_icepop",
         reason="single tokens are far off, for which a truncated weight would still be its bound: their weight is 0, "
@@ -132,7 +125,7 @@ RULES = (
         keeps=1.0,
     ),
     Rule(
-        name="saved pass",
+        name="bypass",
         run="the second forward pass is expensive, small mismatch, rollouts in sync",
         preset="ppo_is_bypass",
         reason="the pass is saved and the clip kept, which so small a mismatch hardly reaches; the first to break when "
@@ -161,7 +154,7 @@ RULES = (
         keeps=1.0,
     ),
     Rule(
-        name="credit",
+        name="token_advantages",
         run="an advantage for each token",
         preset="prefix_is",
         reason="a token's advantage is about what follows it, so the product of the ratios up to it is its weight. Its "
@@ -196,7 +189,7 @@ RULES = (
     ),
     Rule(
         name="long",
-        run="all others: other precision or kernels, any length",
+        run="other precision or kernels, any length",
         preset="token_is",
         reason="least variance of all weights, at any length; a product of ratios would spread with the length until "
         "one response has all the weight. Its bias (what came before a token is not reweighted) is small while the "
@@ -208,38 +201,38 @@ RULES = (
 """The first that holds is taken."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Addition:
-    """What is added to the setting of a rule, whichever it is. flag: what one types.
+class Addition(NamedTuple):
+    """What is added to the setting of a rule, whichever it is. flag: what one types. name: in the setting's name.
 
-    holds: of the figures and of what is predicted for the setting; None where nothing is. changes: nested settings.
+    changes: nested settings, of the figures and of what is predicted for the setting; {} where it does not hold.
     """
 
-    name: str
     run: str
     flag: str
     reason: str
-    holds: Callable[[Figures, Prediction | None], bool]
-    changes: Callable[[Figures], dict[str, Any]]
+    name: str
+    changes: Callable[[Figures, Prediction], dict[str, Any]]
 
 
 ADDITIONS = (
     Addition(
-        name="too old",
-        run=f"a few tokens (at most {OLD_SHARE:.0%}) of older weights, {OLD_KL:g} times as far off as the others",
-        flag="`--rs-max-staleness`, the number from `inspect`",
-        reason="they are so few and so far off that they are not worth their variance",
-        holds=lambda figures, _: math.isfinite(figures.fresh) and figures.old_kl >= OLD_KL,
-        changes=lambda figures: {"rs": {"max_staleness": int(figures.fresh)}},
+        f"a few tokens (at most {OLD_SHARE:.0%}) of older weights, {OLD_KL:g} times as far off as the others",
+        "`--rs-max-staleness`, the number from `inspect`",
+        "they are so few and so far off that they are not worth their variance",
+        "max_staleness",
+        lambda figures, _: (
+            {"rs": {"max_staleness": int(figures.fresh)}}
+            if math.isfinite(figures.fresh) and figures.old_kl >= OLD_KL
+            else {}
+        ),
     ),
     Addition(
-        name="groups",
-        run=f"rejected responses in at least {HEAVY:.0%} of the groups (GRPO)",
-        flag="`--rs-group exclude`",
-        reason="a rejected response's reward stays in its group's mean and deviation, and moves the advantages of the "
+        f"rejected responses in at least {HEAVY:.0%} of the groups (GRPO)",
+        "`--rs-group exclude`",
+        "a rejected response's reward stays in its group's mean and deviation, and moves the advantages of the "
         "others; without it they are those of the accepted responses",
-        holds=lambda _, found: found is not None and (found.groups_changed or 0.0) >= HEAVY,
-        changes=lambda _: {"rs": {"group": "exclude"}},
+        "group",
+        lambda _, found: {"rs": {"group": "exclude"}} if (found.groups_changed or 0.0) >= HEAVY else {},
     ),
 )
 """Looked at in this order, once the setting is chosen."""
@@ -247,7 +240,6 @@ ADDITIONS = (
 
 def recommend(
     figures: Figures,
-    predictions: Sequence[Prediction] = (),
     bounds: Bounds | None = None,
     *,
     accepted: bool = False,
@@ -255,151 +247,93 @@ def recommend(
 ) -> Recommendation | None:
     """The setting of the first rule that holds and whose setting keeps LEAST_KEPT of these tokens.
 
-    A setting that may reject is taken only with a prediction that says so (from `predictions`, found by its settings,
-    or by `predict`), or with bounds from the data in place of its own. accepted: a mismatch as strong as no sound pair
-    has is meant. Else it has a cause to be found, and there is no setting; nor where no rule holds.
+    A setting that may reject is taken only with a prediction that says so, or with bounds from the data in place of its
+    own. accepted: a mismatch as strong as no sound pair has is meant. Else it has a cause to be found, and there is no
+    setting; nor where no rule holds.
     """
-
-    def predicted(config: MismatchConfig) -> Prediction | None:
-        found = next((prediction for prediction in predictions if config_of(prediction.settings) == config), None)
-        return predict(config) if found is None and predict is not None else found
-
     for rule in (rule for rule in RULES if rule.holds(figures)):
         if rule.name == "strong" and not accepted:
             return None
-        if (found := _setting(rule, bounds or {}, predicted)) is None:
-            continue
-        config, prediction, reasons = found
-        for addition in ADDITIONS:
-            if addition.holds(figures, prediction):
-                try:
-                    with ignore_mismatch_warnings():
-                        changed = config.replace(**addition.changes(figures))
-                except ValueError:  # algorithms 1 and 3 judge π_θ, too late for groups
-                    continue
-                more = predicted(changed)
-                if more is not None and more.kept >= LEAST_KEPT:
-                    config, prediction = changed, more
-                    reasons.append(f"{addition.run}: {addition.reason}")
-        return _recommendation(rule, figures, config, prediction, reasons)
+        config, name, reasons = rule.config, rule.setting, [rule.reason]
+        found = predict(config) if predict is not None else None
+        if rule.data_bounds or (found.kept < LEAST_KEPT if found is not None else config.rejects):
+            given = (bounds or {}).get(rule.bounds, {})
+            kept = next((kept for kept in SHARES if kept in given), None)
+            if kept is None:
+                continue
+            lower, upper = given[kept]
+            rs = {"criteria": [f"sequence_mean:ratio:{lower!r}:{upper!r}"]}
+            tis = {"lower_bound": lower, "upper_bound": upper}
+            own = f"; the preset's own would keep {found.kept:.0%}" if found is not None else ""
+            with ignore_mismatch_warnings():
+                config = config.replace(**({"rs": rs} if rule.bounds == "geometric" else {"tis": tis}))
+            found = predict(config) if predict is not None else None
+            if found is not None and found.kept < LEAST_KEPT:
+                continue
+            name += ", bounds from your data"
+            ratio = f"bounds {lower:g} and {upper:g} on the {rule.bounds} ratio"
+            reasons.append(f"{ratio} keep {kept.replace('%', ' %')} of your data{own}")
+        for item in ADDITIONS:
+            if found is None or predict is None or not (changes := item.changes(figures, found)):
+                continue
+            try:
+                with ignore_mismatch_warnings():
+                    changed = config.replace(**changes)
+            except ValueError:  # algorithms 1 and 3 judge π_θ, too late for groups
+                continue
+            if (more := predict(changed)).kept >= LEAST_KEPT:
+                config, found = changed, more
+                name += f", {item.name} {changes['rs'][item.name]}"
+                reasons.append(f"{item.run}: {item.reason}")
+        return _recommendation(f"{rule.run}: ", name, figures, config, found, reasons)
     return None
 
 
-def _setting(
-    rule: Rule, bounds: Bounds, predicted: Callable[[MismatchConfig], Prediction | None]
-) -> tuple[MismatchConfig, Prediction | None, list[str]] | None:
-    """(settings, prediction, sentences on bounds from the data) of a rule; None where too little is kept."""
-    config = rule.config
-    prediction = predicted(config)
-    if not rule.data_bounds and (prediction.kept >= LEAST_KEPT if prediction else not config.rejects):
-        return config, prediction, []
-    given = bounds.get(rule.bounds, {})
-    share = next((share for share in SHARES if share in given), None)
-    if share is None:
-        return None
-    lower, upper = _rounded(*given[share])
-    with ignore_mismatch_warnings():
-        changed = config.replace(**rule.with_bounds(lower, upper))
-    new = predicted(changed)
-    if new is not None and new.kept < LEAST_KEPT:
-        return None
-    own = f"; the preset's own would keep {prediction.kept:.0%}" if prediction is not None else ""
-    why = f"bounds {lower:g} and {upper:g} on the {rule.bounds} ratio keep {share.replace('%', ' %')} of your data{own}"
-    return changed, new, [why]
-
-
-def _rounded(lower: float, upper: float) -> tuple[float, float]:
-    """Bounds as one types them: outwards, to a hundredth of their distance from 1."""
-
-    def outwards(bound: float, up: bool) -> float:
-        if math.isinf(bound):
-            return bound
-        distance = abs(bound - 1.0) or 1e-6
-        digits = max(0, 2 - math.floor(math.log10(distance)))
-        unit = 10.0**digits
-        return round((math.ceil(bound * unit) if up else math.floor(bound * unit)) / unit, digits)
-
-    return max(outwards(lower, False), 0.0), outwards(upper, True)
-
-
 def _recommendation(
-    rule: Rule, figures: Figures, config: MismatchConfig, prediction: Prediction | None, more: Sequence[str]
+    run: str, name: str, figures: Figures, config: MismatchConfig, found: Prediction | None, reasons: list[str]
 ) -> Recommendation:
-    name = preset_of(config)
-    reasons = [f"{rule.run}: {_figures(figures, rule)}", rule.reason, *more]
-    if prediction is not None:
+    """With why, and what to look at in the first ten steps with the values to expect."""
+    longest = f", longest response {figures.max_length:,.0f} tokens" if figures.max_length < math.inf else ""
+    reasons = [f"{run}k3 {figure(figures.k3_kl, 2)} nats per token{longest}", *reasons]
+    grown = max(GROWN * figures.k3_kl, SMALL_K3 / 10)  # rounding may double
+    watch = [
+        f"{PREFIX}k3_kl near {figure(figures.k3_kl, 2)}; above {figure(grown, 2)} something has "
+        f"changed (weights that did not arrive, a filter, a temperature)"
+    ]
+    if found is not None:
         reasons.append(
-            f"on your data: {prediction.kept:.1%} of the tokens kept, mean weight {figure(prediction.mean_weight)}, "
-            f"effective sample size {prediction.ess:.0%}"
+            f"on your data: {found.kept:.1%} of the tokens kept, mean weight {figure(found.mean_weight)}, "
+            f"effective sample size {found.ess:.0%}"
         )
+        after = f"{PREFIX}rollout_is_weight_after_"
+        if config.weighted:
+            of = config.unit.ess
+            watch.append(f"{after}mean near {found.mean_weight:.3g}; below 0.5 the step shrinks")
+            watch.append(f"{after}{of}eff_sample_size near {found.ess:.2g}; below 0.3 few units lead")
+        if config.rejects:
+            watch.append(f"{PREFIX}accepted_token_fraction near {found.kept:.3g}; below 0.9 widen the bounds")
+    preset = preset_of(config)
     return Recommendation(
-        setting=name or _name(rule, config),
-        preset=name,
+        setting=preset or name,
+        preset=preset,
         settings=config.model_dump(mode="json", exclude_unset=True),
         flags={host: flags_for(config, host) for host in HOSTS},
         reasons=tuple(reasons),
-        watch=_watch(figures, config, prediction),
+        watch=tuple(watch),
     )
-
-
-def _name(rule: Rule, config: MismatchConfig) -> str:
-    """The rule's setting and what was changed: bounds, additions."""
-    base = rule.config
-    parts = [rule.setting]
-    if (config.tis, config.rs.criteria) != (base.tis, base.rs.criteria):
-        parts.append("bounds from your data")
-    if config.rs.max_staleness is not None:
-        parts.append(f"max_staleness {config.rs.max_staleness}")
-    if config.rs.group != base.rs.group:
-        parts.append(f"group {config.rs.group}")
-    return ", ".join(parts)
-
-
-def _figures(figures: Figures, rule: Rule) -> str:
-    shown = [f"k3 {figure(figures.k3_kl, 2)} nat per token"]
-    if figures.max_length < math.inf:
-        shown.append(f"longest response {figures.max_length:,.0f} tokens")
-    if rule.kl_length < math.inf:
-        shown.append(f"their product {figure(figures.kl_length, 2)}")
-    more = {
-        "experts": f"{figures.tail:.2%} of the tokens far away",
-        "strong": f"effective sample size {'not recorded' if math.isnan(figures.ess) else f'{figures.ess:.0%}'}",
-        "drifting": f"{figures.drifting:.1%} of the responses",
-        "stale": f"{figures.stale:.0f} versions behind",
-        "turns": f"{figure(figures.mean_turns)} turns a response, the longest of {figures.longest_turn:,.0f} tokens",
-        "credit": f"advantages within {figures.credit:.0%} of the responses differ",
-    }
-    return ", ".join([*shown, *([more[rule.name]] if rule.name in more else [])])
-
-
-def _watch(figures: Figures, config: MismatchConfig, prediction: Prediction | None) -> tuple[str, ...]:
-    """What to look at in the first ten steps, with the values to expect."""
-    lines = [
-        f"{PREFIX}k3_kl near {figure(figures.k3_kl, 2)}; above {figure(GROWN * figures.k3_kl, 2)} something has "
-        f"changed (weights that did not arrive, a filter, a temperature)"
-    ]
-    if prediction is None:
-        return tuple(lines)
-    if config.weighted:
-        of = config.unit.ess
-        lines.append(
-            f"{PREFIX}rollout_is_weight_after_mean near {prediction.mean_weight:.3g}; below 0.5 the step shrinks"
-        )
-        lines.append(
-            f"{PREFIX}rollout_is_weight_after_{of}eff_sample_size near {prediction.ess:.2g}; below 0.3 few units lead"
-        )
-    if config.rejects:
-        lines.append(f"{PREFIX}accepted_token_fraction near {prediction.kept:.3g}; below 0.9 widen the bounds")
-    return tuple(lines)
 
 
 def rules_table() -> Table:
     """Which setting to choose."""
-    rows = [
-        (rule.run, _kl(rule), _length(rule), f"`{rule.preset}`{_more(rule)}",
-         "all" if rule.keeps == 1.0 else f"≥ {rule.keeps:.0%}", rule.reason)
-        for rule in RULES
-    ]  # fmt: skip
+    rows: list[tuple[str, ...]] = []
+    for rule in RULES:
+        low, high = rule.kl
+        kl = f"{low:g} to {high:g}" if low else f"below {high:g}" if high < math.inf else "any"
+        parts = [f"to {rule.length:g} tokens"] if rule.length < math.inf else []
+        parts += [f"KL × length to {rule.kl_length:g}"] if rule.kl_length < math.inf else []
+        more = f"{rule.setting.removeprefix(rule.preset)}{', bounds from `inspect`' * rule.data_bounds}"
+        keeps = "all" if rule.keeps == 1.0 else f"≥ {rule.keeps:.0%}"
+        rows.append((rule.run, kl, ", ".join(parts) or "any", f"`{rule.preset}`{more}", keeps, rule.reason))
     added = [(f"in addition: {item.run}", "any", "any", item.flag, NOTHING, item.reason) for item in ADDITIONS]
     headers = ("your run", "KL, nats per token", "longest response", "setting", "tokens kept", "why")
     notes = (
@@ -408,20 +342,3 @@ def rules_table() -> Table:
         "For every row the tests make data in its range, and fail where less is kept or another is taken.",
     )
     return Table("Which setting to choose", headers, (*rows, *added), notes=notes)
-
-
-def _more(rule: Rule) -> str:
-    return f"{rule.setting.removeprefix(rule.preset)}{', bounds from `inspect`' * rule.data_bounds}"
-
-
-def _kl(rule: Rule) -> str:
-    low, high = rule.kl
-    if low == 0.0:
-        return "any" if high == math.inf else f"below {high:g}"
-    return f"{low:g} to {high:g}"
-
-
-def _length(rule: Rule) -> str:
-    parts = [f"to {rule.length:g} tokens"] if rule.length < math.inf else []
-    parts += [f"KL × length to {rule.kl_length:g}"] if rule.kl_length < math.inf else []
-    return ", ".join(parts) or "any"

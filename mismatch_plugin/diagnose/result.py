@@ -11,7 +11,7 @@ from mismatch_plugin.diagnose.findings import Finding, Mismatch, Undecided
 Verdict = Literal["fault", "large", "normal", "undecided"]
 VERDICTS: dict[Verdict, str] = {
     "fault": "Fault found",
-    "large": "Large mismatch",
+    "large": "Above normal",
     "normal": "Normal",
     "undecided": "Not decided",
 }
@@ -32,11 +32,9 @@ class Prediction(_Model):
     kept: share of the response tokens that stay in the loss; _positive, _negative: of those with A > 0 and A < 0, None
     without such; by_length: of the shortest, middle and longest third of the responses, () where lengths do not differ.
     unit: what has one weight: token, turn or sequence. ess: effective sample size of the weights in them, as a share.
-    variance: Σ (w A − mean)² / (Σ |w A|)² over units. noise: Σ (w A)² / (Σ |w A|)² as a multiple of that without
-    weights, comparable across units. bias: |Σ (w − ρ) A| / Σ |ρ A|, ρ of the setting's own level. clipped: share where
-    the PPO clip is active before any step. groups_changed, advantages_changed: shares of groups and of accepted
-    responses whose advantage changes if rejected responses leave mean and deviation of their group; None where nothing
-    rejects or groups are unknown.
+    noise: Σ (w A)² / (Σ |w A|)² over units as a multiple of that without weights. bias: |Σ (w − ρ) A| / Σ |ρ A|, ρ of
+    the setting's own level. groups_changed: share of groups whose advantages change if rejected responses leave mean
+    and deviation of their group; None where nothing rejects or groups are unknown.
     second_pass: a forward pass for π_old is needed. own: of the user's own settings.
     """
 
@@ -50,13 +48,10 @@ class Prediction(_Model):
     mean_weight: float
     max_weight: float
     ess: float
-    variance: float
     bias: float
     noise: float = 1.0
     unit: str = "token"
-    clipped: float = 0.0
     groups_changed: float | None = None
-    advantages_changed: float | None = None
     second_pass: bool
     own: bool = False
 
@@ -111,14 +106,12 @@ class Group(_Model):
 
 class Size(_Model):
     """How large the mismatch is. edges, counts: histogram of the log-ratio (len(edges) = len(counts) + 1; the first and
-    last bin hold what lies beyond). quantiles: of the log-ratio, by "p0.1" … "p99.9". breakdowns: by what → its groups.
-    separated: what of the gap is the engine's and what is staleness, where versions or a rescoring tell, by name."""
+    last bin hold what lies beyond). quantiles: of the log-ratio, by "p0.1" … "p99.9". breakdowns: by what → groups."""
 
     edges: tuple[float, ...]
     counts: tuple[int, ...]
     quantiles: dict[str, float]
     breakdowns: dict[str, tuple[Group, ...]]
-    separated: dict[str, float] = {}
 
 
 class LevelHistogram(_Model):

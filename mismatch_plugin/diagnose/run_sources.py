@@ -7,7 +7,6 @@ without the plugin is read under our names.
 from __future__ import annotations
 
 import csv
-import importlib
 import io
 import math
 import re
@@ -18,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.files import read_lines, read_text, validate_regular_file
+from mismatch_plugin.hooks.hosts import HOSTS
 from mismatch_plugin.report.log import METRICS, number_in, read_steps, record_in
 
 Rows = list[dict[str, float]]
@@ -39,50 +39,20 @@ _ACCEPTED = (
 ABS_GAP = "log_ratio_abs_mean"
 """Mean |log π_train − log π_rollout| of the tokens, nats: others record it, the plugin itself does not."""
 
-
-_SAME = (
-    *("kl", "k3_kl", "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio", "training_ppl", "training_log_ppl"),
-    *("rollout_ppl", "rollout_log_ppl", "chi2_token", "chi2_seq"),
-)
-"""Of mis.py of slime and miles."""
-KNOWN = {
-    # slime and miles
-    "train_rollout_logprob_abs_diff": ABS_GAP,
-    "train_rollout_kl": "k3_kl",
-    "tis": "rollout_is_ratio_mean",
-    **{f"mis_{name}": name for name in _SAME},
-    "mis_tis_weight_before_bound": "rollout_is_mean",
-    "mis_tis_weight_after_bound": "rollout_is_weight_after_mean",
-    "mis_rs_catastrophic_seq_fraction": "rollout_is_veto_fraction",
-    # verl
-    "training/rollout_probs_diff_mean": "probability_difference_mean",
-    "training/rollout_probs_diff_max": "probability_difference_max",
-    "training/rollout_actor_probs_pearson_corr": "rollout_actor_probs_pearson_corr",
-    # NeMo-RL
-    "gen_kl_error": "k3_kl",
-    "token_mult_prob_error": "token_mult_prob_error",
-    "sampling_importance_ratio": "rollout_is_weight_after_mean",
-    # TRL
-    "sampling/sampling_logp_difference/mean": ABS_GAP,
-    "sampling/sampling_logp_difference/max": "log_ratio_abs_max",
-    "sampling/importance_sampling_ratio/mean": "rollout_is_weight_after_mean",
-    "sampling/importance_sampling_ratio/max": "rollout_is_weight_after_max",
-    # prime-rl, now and before
-    "mismatch_kl/all/mean": "k3_kl",
-    "mismatch_kl/mean": "k3_kl",
-}
+KNOWN = {name: ours for host in HOSTS.values() for name, ours in host.metrics.items()}
 """What trainers record without the plugin: its name → ours. docs/metric_names.md says where they differ."""
 
 
 @dataclass(frozen=True)
 class Source:
     """rows: the metrics of each step under our names, which begin with `rollout_corr/`. numbers: the steps. path: what
-    was read. notes: what its reader must know."""
+    was read. notes: what its reader must know. host: the trainer whose names it has, where it has launch flags."""
 
     rows: tuple[dict[str, float], ...]
     numbers: tuple[float, ...]
     path: Path
     notes: tuple[str, ...] = ()
+    host: str | None = None
 
 
 class _Column(NamedTuple):
@@ -99,7 +69,7 @@ def _column(name: str) -> _Column | None:
         return None
     if PREFIX in name:
         before, _, rest = name.rpartition(PREFIX)
-        return _Column(0, before, PREFIX + rest, PREFIX + rest)
+        return _Column(0, before, PREFIX + rest, PREFIX + rest.removesuffix("/mean"))  # so prime-rl names a mean
     for rank, (known, ours) in enumerate(KNOWN.items(), start=1):
         before = name.removesuffix(known)
         if before != name and (not before or before[-1] in "/ "):
@@ -165,12 +135,14 @@ def read_source(path: str | Path, run: str | None = None) -> Source:
         renamed = [f"{c.metric} as {ours}" for c in columns if (ours := c.ours.removeprefix(PREFIX)) not in c.metric]
         also = f": {_listed(renamed)}" if renamed else ""
         notes.append(f"metrics of the trainer itself are read under our names{also} (docs/metric_names.md)")
+    recorded = {column.metric for column in columns}
+    host = next((name for name, host in HOSTS.items() if recorded & host.metrics.keys()), None)
     names = {column.before + column.metric: column.ours for column in columns}
     kept = [(index, row) for index, row in enumerate(rows, start=1) if not names.keys().isdisjoint(row)]
     steps = _step_name([row for _, row in kept])
     numbers = tuple(row[steps] if steps else float(index) for index, row in kept)
     ours = tuple({names[name]: value for name, value in row.items() if name in names} for _, row in kept)
-    return Source(ours, numbers, path, tuple(notes))
+    return Source(ours, numbers, path, tuple(notes), host)
 
 
 def _resolve(path: Path) -> Path:
@@ -289,88 +261,46 @@ def _charts(folder: Path) -> Rows:
 
 
 def _events(path: Path) -> tuple[Rows, list[str]]:
-    """The scalars of a file, or of a folder where a resumed run writes another file, and notes. Of a step that was
-    written twice the later counts.
+    """The scalars of a file, or of a folder where a resumed run writes another file, and notes: where files have a
+    known tag in common, the later one counts from its first step on.
 
-    Raises ValueError where files hold the same steps and none goes on after the other, as of two runs.
-    """
-    # A name has when its writer began, its host, process and number: 10 comes after 9.
-    found = path.glob(f"*{EVENTS}*") if path.is_dir() else [path]
-    paths = sorted(found, key=lambda file: [int(part) for part in re.findall(r"\d+", file.name)])
-    rows: dict[int, dict[str, float]] = {}
-    older: dict[str, set[int]] = {}
-    notes: list[str] = []
-    for file in paths:
-        new, purged = _scalars(file)
-        rows = {step: values for step, values in rows.items() if step < purged}
-        both = {step: rows[step].keys() & new[step].keys() for step in rows.keys() & new.keys()}
-        if twice := {step for step, names in both.items() if any(_column(name) for name in names)}:
-            pair = f"{max(older, key=lambda name: len(twice & older[name]))} and {file.name}"
-            if min(new) <= min(rows) or max(new) <= max(rows) or 2 * len(twice) > len(new):
-                raise ValueError(
-                    f"{path}: {pair} both hold {len(twice)} steps, and neither goes on after the other. Two runs? "
-                    f"Give one of the files."
-                )
-            notes.append(f"{len(twice)} steps are in {pair}, as of a resumed run: those of the later file count")
-        older[file.name] = {*new}
-        for step, values in new.items():
-            rows[step] = rows.get(step, {}) | values
-    if not rows:
-        raise ValueError(f"{path} holds no events with a number: its writer has written none yet.")
-    return [{**rows[step], "step": float(step)} for step in sorted(rows)], notes
-
-
-def _scalars(path: Path) -> tuple[dict[int, dict[str, float]], float]:
-    """(step → tag → value; the step from which files before this one are void).
-
-    Raises ValueError where the file is damaged, and where tensorboard is not installed.
+    Raises ValueError where two of them begin at the same step, as of two runs, and where tensorboard is not installed.
     """
     try:
-        importlib.import_module("tensorboard")
-        from google.protobuf.message import DecodeError
-        from tensorboard.compat.tensorflow_stub import errors
-        from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
-
-        protocol: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+        from tensorboard.util.tensor_util import make_ndarray
     except ImportError:
         raise ValueError(
             f"{path} holds TensorBoard events, and tensorboard is not installed: pip install 'mismatch-plugin[lab]'."
         ) from None
-    validate_regular_file(path)
-    values: dict[int, dict[str, float]] = {}
-    purged, count = math.inf, 0
-    with path.open("rb"):  # an OSError of the usual kind where it cannot be read
-        reader: Any = PyRecordReader_New(str(path))
-    while True:
-        try:
-            reader.GetNext()
-            event: Any = protocol.Event.FromString(reader.record())
-        except errors.OutOfRangeError:
-            return values, purged
-        except (errors.DataLossError, DecodeError) as error:
-            if count and "truncated" in str(error):  # its writer was killed, or writes still
-                return values, purged
-            raise ValueError(
-                f"{path} is damaged after {count} events ({error}): copy it once more from where it was written."
-            ) from None
-        count += 1
-        if event.HasField("session_log") and event.session_log.status == protocol.SessionLog.START:
-            # A writer with purge_step says so from where it writes anew.
-            purged = min(purged, event.step)
-            values = {step: held for step, held in values.items() if step < event.step}
-        for value in event.summary.value:
-            if (number := _number(value)) is not None:
-                values.setdefault(event.step, {})[value.tag] = number
-
-
-def _number(value: Any) -> float | None:
-    """A scalar of old or new writers; None for text, pictures, histograms and tensors."""
-    from tensorboard.util.tensor_util import make_ndarray
-
-    if value.HasField("simple_value"):
-        return float(value.simple_value)
-    try:
-        array = make_ndarray(value.tensor)  # of no type where the value is none
-    except (TypeError, ValueError):
-        return None
-    return float(array.reshape(())) if array.size == 1 and array.dtype.kind in "biuf" else None
+    # A name has when its writer began, its host, process and number: 10 comes after 9.
+    found = path.glob(f"*{EVENTS}*") if path.is_dir() else [path]
+    rows: dict[int, dict[str, float]] = {}
+    notes: list[str] = []
+    for file in sorted(found, key=lambda file: [int(part) for part in re.findall(r"\d+", file.name)]):
+        validate_regular_file(file)
+        events: Any = EventAccumulator(str(file), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+        new: dict[int, dict[str, float]] = {}
+        for tag in events.Tags()["scalars"]:
+            for event in events.Scalars(tag):
+                new.setdefault(event.step, {})[tag] = float(event.value)
+        for tag in events.Tags()["tensors"]:
+            for event in events.Tensors(tag):
+                array: Any = make_ndarray(event.tensor_proto)
+                if array.size == 1 and array.dtype.kind in "biuf":
+                    new.setdefault(event.step, {})[tag] = float(array.reshape(()))
+        tags = {tag for row in rows.values() for tag in row}
+        if any(tag in tags and _column(tag) for row in new.values() for tag in row):
+            if min(new) <= min(rows):
+                raise ValueError(
+                    f"{path}: {file.name} begins at step {min(new)}, as an earlier file does. Two runs? Give one of "
+                    f"the files."
+                )
+            if void := [step for step in rows if step >= min(new)]:
+                notes.append(f"{len(void)} steps before a resume are in {file.name} again: its own count")
+            rows = {step: values for step, values in rows.items() if step < min(new)}
+        for step, values in new.items():
+            rows[step] = rows.get(step, {}) | values
+    if not rows:
+        raise ValueError(f"{path} holds no events with a number: it is damaged, or its writer has written none yet.")
+    return [{**rows[step], "step": float(step)} for step in sorted(rows)], notes

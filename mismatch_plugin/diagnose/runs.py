@@ -21,6 +21,7 @@ from mismatch_plugin.diagnose.normal import gate
 from mismatch_plugin.diagnose.recommend import recommend
 from mismatch_plugin.diagnose.result import Verdict
 from mismatch_plugin.diagnose.run_sources import ABS_GAP, Source, read_source
+from mismatch_plugin.diagnose.words import neutral_flags
 from mismatch_plugin.report.log import METRICS, SETTINGS, to_json
 from mismatch_plugin.report.state import merged_metrics
 from mismatch_plugin.report.table import NOTHING, Table, compact, figure, printable
@@ -37,8 +38,8 @@ SIZES = {
     "kl": ("|kl|", _K3_ENDS, 100.0),
     ABS_GAP: ("mean |log ratio|", _ABS_ENDS, 10.0),
 }
-"""Metrics that tell the size, nats a token: what each is called, the upper ends of small, moderate and noticeable, and
-the growth, to more than small, that has a cause to be found (ours; k3 goes as the square of the mean |log ratio|)."""
+"""Metrics that tell the size, nats per token: what each is called, the upper ends of small, moderate and noticeable,
+and the growth, to more than small, that has a cause to be found (ours; k3 goes as the square of the mean)."""
 SHORT = (
     *SIZES,
     *("rollout_is_ratio_mean", "rollout_is_ratio_eff_sample_size", "rollout_is_weight_after_mean"),
@@ -83,7 +84,7 @@ class Trend:
 
     def __str__(self) -> str:
         times = f" {figure(self.after / self.before, 2)} times" if self.before else ""
-        span = f"from {figure(self.before, 2)} to {figure(self.after, 2)} nat a token"
+        span = f"from {figure(self.before, 2)} to {figure(self.after, 2)} nats per token"
         return f"{SIZES[self.metric][0]} has grown{times} since about step {self.began:g}, {span}"
 
 
@@ -222,7 +223,7 @@ def counted(steps: int) -> str:
 def _data(sizes: Row, steps: str, named: Mapping[str, str], large: bool, shifted: bool) -> str:
     """How large the mismatch is, whatever is done about it. named: warnings by what they are about, and what grew."""
     said = ", ".join(f"{SIZES[metric][0]} {value:.2g}" for metric, value in sizes.items())
-    said = f"{said} nat a token" if sizes else "neither KL nor the mean |log ratio| was recorded"
+    said = f"{said} nats per token" if sizes else "neither KL nor the mean |log ratio| was recorded"
     size = max((sum(value > end for end in SIZES[metric][1]) for metric, value in sizes.items()), default=None)
     word = "not judged" if size is None else _WORDS[size]
     advice = f" See with {_INSPECT} whether precision alone explains it." if size == 2 else ""
@@ -294,7 +295,7 @@ def inspect_run(
     run: str | None,
     pictures: Path | None,
     as_json: bool,
-    host: str,
+    host: str | None,
     gated: bool,
     bar: float | None,
     show_all: bool,
@@ -302,7 +303,8 @@ def inspect_run(
     """Judge a run by the metrics that it wrote, print and draw them. Returns the exit status.
 
     given: the user's settings and where they come from, in the place of those that the run wrote. run: as of
-    `read_source`. pictures: their folder, None for none. gated: k3_kl of the judged steps is compared with the bar, too
+    `read_source`. pictures: the folder of the picture, None for none. host: whose launch line; default: the trainer
+    whose names the metrics have, else our flags alone. gated: k3_kl of the judged steps is compared with the bar, too
     (None: the default one; without tokens by k3_kl alone). show_all: the screen has every metric.
 
     Exit status: 0 sound; 1 where numbers are broken, all tokens share a shift (|KL| above 0.1 or a mean ratio outside
@@ -316,21 +318,24 @@ def inspect_run(
     verdict = gate(found.k3_kl, found.tokens or _MANY, bar) if gated else None
     passed = True if verdict is None else verdict.passed
     status = 1 if passed is False or not found.sound else 3 if passed is None or found.verdict == "undecided" else 0
-    drawn, not_drawn = ([], "") if pictures is None else _draw(source, config or MismatchConfig(), pictures)
+    drawn, not_drawn = (None, "") if pictures is None else _draw(source, config or MismatchConfig(), pictures)
     advice = None
-    if found.verdict == "normal" and not math.isnan(found.k3_kl):  # no advice next to "find the cause"
+    agrees = (found.k3_kl <= normal.SMALL_K3) == found.data.startswith(_WORDS[0])  # with the size by other figures
+    if found.verdict == "normal" and agrees and not math.isnan(found.k3_kl):  # no advice next to "find the cause"
         advice = recommend(Figures(k3_kl=found.k3_kl, ess=math.nan, mean_length=math.inf, max_length=math.inf))
     if as_json:
         body = asdict(found) | {"headline": found.data, "source": str(source.path), "settings": where}
         body |= {"recommendation": advice and advice.model_dump(), "gate": verdict and verdict.model_dump()}
-        body |= {"predictions": [], "notes": source.notes, "pictures": [str(picture) for picture in drawn]}
+        body |= {"predictions": [], "notes": source.notes, "picture": drawn and str(drawn)}
         typer.echo(to_json(body, indent=2))
         return status
     console = terminal()
     console.print(f"data: {found.data}\ncorrection: {found.correction}")
     if advice is not None and config is None:
         console.print(f"setting: {advice.setting}: {advice.reasons[0]}. Predictions for it need a dump.")
-        console.print(advice.flags[host], soft_wrap=True)  # to be copied: it stays on one line
+        host = host or source.host
+        line = advice.flags[host] if host else neutral_flags(advice.settings)
+        console.print(line, soft_wrap=True)  # to be copied: it stays on one line
     console.print(f"trend: {found.trend}")
     for note in source.notes:
         console.print(f"note: {printable(note)}.")
@@ -339,12 +344,12 @@ def inspect_run(
         if math.isnan(verdict.value):
             said = "not decided, k3_kl was not recorded"
         value = "" if math.isnan(verdict.value) else f"k3_kl {verdict.value:.2g}, "
-        console.print(f"gate: {said}: {value}bar {verdict.bar:g} nat a token, over the steps judged.")
+        console.print(f"gate: {said}: {value}bar {verdict.bar:g} nats per token, over the steps judged.")
     short = [row for row in found.metrics if row["metric"] in SHORT]
     others = [row for row in found.metrics if row["metric"] not in SHORT]
     for title, rows in ((f"{counted(found.steps)}, judged by the last {found.judged}", short), ("all others", others)):
         if rows and (show_all or rows is short):
-            cells = tuple(tuple(v if isinstance(v, str) else _cell(v) for v in row.values()) for row in rows)
+            cells = tuple(tuple(map(_cell, row.values())) for row in rows)
             console.print(Table(title, tuple(rows[0]), cells, code=frozenset({"metric"})).to_rich(console.width))
     if others and not show_all:
         console.print(f"{len(others)} more metrics: --all or --json")
@@ -352,12 +357,12 @@ def inspect_run(
         if finding["fault"] != "growth":  # which the trend has told
             console.print(f"{finding['fault']} = {finding['evidence']}. {finding['fix']}")
     if drawn or not_drawn:  # a path stays whole
-        typer.echo(not_drawn or f"pictures: {drawn[0]}, and {len(drawn) - 1} panels next to it")
+        typer.echo(not_drawn or f"picture: {drawn}")
     return status
 
 
-def _cell(value: float) -> str:
-    return compact(value) if math.isfinite(value) else NOTHING
+def _cell(value: float | str) -> str:
+    return value if isinstance(value, str) else compact(value) if math.isfinite(value) else NOTHING
 
 
 def _written(path: Path) -> tuple[MismatchConfig | None, str | None]:
@@ -372,13 +377,13 @@ def _written(path: Path) -> tuple[MismatchConfig | None, str | None]:
     return (MismatchConfig.build(of_run), str(file)) if isinstance(of_run, dict) else (None, None)
 
 
-def _draw(source: Source, config: MismatchConfig, folder: Path) -> tuple[list[Path], str]:
-    """The pictures that were written, or why there are none. The verdict does not need them."""
+def _draw(source: Source, config: MismatchConfig, folder: Path) -> tuple[Path | None, str]:
+    """The picture that was written, or why there is none. The verdict does not need it."""
     try:
         from mismatch_plugin.diagnose.panels import write_panels
 
         return write_panels(_rows(source), source.numbers, folder, units=config.unit.ess), ""
     except ImportError as error:
-        return [], f"no pictures: {error}: pip install 'mismatch-plugin[lab]'"
+        return None, f"no picture: {error}: pip install 'mismatch-plugin[lab]'"
     except OSError as error:
-        return [], f"no pictures: {folder} cannot be written ({error.strerror}); choose another with --pictures"
+        return None, f"no picture: {folder} cannot be written ({error.strerror}); choose another with --pictures"

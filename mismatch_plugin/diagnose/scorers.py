@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,20 +23,6 @@ from mismatch_plugin.files import read_lines
 from mismatch_plugin.sglang.http import shown
 
 
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Those of transformers are off, and afterwards as they were."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
 class Checkpoint:
     """A transformers causal LM in float32, as the training side.
 
@@ -49,16 +34,17 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         try:
             from transformers import AutoModelForCausalLM
+            from transformers.utils import logging
         except ImportError:
             raise InputError("a checkpoint needs transformers: pip install transformers") from None
         if not folder.is_dir():
             raise InputError(f"{folder} is no folder: --checkpoint wants one with config.json and weights.")
         try:
-            with _no_progress_bars():
-                # Code in the folder is never run, nor asked about.
-                given = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
-                pair: Any = AutoModelForCausalLM.from_pretrained(folder, **given)
-                model, loaded = pair
+            logging.disable_progress_bar()
+            # Code in the folder is never run, nor asked about.
+            given = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
+            pair: Any = AutoModelForCausalLM.from_pretrained(folder, **given)
+            model, loaded = pair
         except Exception as error:  # whatever a damaged or half-written folder makes transformers raise
             said = " ".join(str(error).split())[:300]
             raise InputError(f"cannot load a causal language model from {folder}: {said}") from None

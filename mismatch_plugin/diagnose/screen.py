@@ -4,31 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from mismatch_plugin.diagnose import words
 from mismatch_plugin.diagnose.findings import Finding
-from mismatch_plugin.diagnose.flags import HOSTS, host_of
+from mismatch_plugin.diagnose.flags import HOSTS, trainer_of
 from mismatch_plugin.diagnose.normal import size_class
 from mismatch_plugin.diagnose.result import Diagnosis, Verdict
-from mismatch_plugin.diagnose.words import (
-    chosen_predictions,
-    count,
-    gate_words,
-    headline,
-    is_it_normal,
-    label,
-    plain,
-    published,
-    share,
-    size_rows,
-    times,
-    undecided,
-    without_advice,
-)
 from mismatch_plugin.report.table import NOTHING, figure, printable, shows_unicode
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 STYLES: dict[Verdict, str] = {
     "fault": "bold red",
@@ -51,10 +38,7 @@ class _Screen:
     def say(self, text: str, style: str = "", indent: int = 0, whole: bool = False, short: bool = False) -> None:
         """whole: for what is copied, it is left to the terminal to wrap it. short: one line, cut where that is a
         terminal's."""
-        from rich.padding import Padding
-        from rich.text import Text
-
-        shown = Text(printable(plain(text), self.unicode), style=style)
+        shown = Text(printable(text.replace("`", ""), self.unicode), style=style)
         if whole:
             self.console.print(shown, soft_wrap=True)
             return
@@ -65,19 +49,31 @@ class _Screen:
             shown.append("...")
         self.console.print(Padding(shown, (0, 0, 0, indent), expand=False))
 
-    def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]], words: int = 0) -> None:
-        """Columns without lines, numbers to the right; a row that begins with > is bold. words: the column that may be
-        wrapped."""
-        from rich.table import Table
-        from rich.text import Text
+    def step(self, text: str) -> None:
+        """A command in it stays whole, on a line of its own."""
+        said, command, rest = text.partition("mismatch-plugin inspect ")
+        if said:
+            self.say(said)
+        if command:
+            self.say(command + rest, "cyan", whole=True)
+
+    def finding(self, item: Finding) -> None:
+        self.console.print()
+        self.say(f"{words.label(item)}: {item.fault} ({item.confidence}). {item.evidence}", "bold")
+        if item.first is not None:
+            self.say(f"first: {item.first}", indent=2)
+        self.say(f"fix: {item.fix}", indent=2)
+
+    def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]], wrapped: int = 0) -> None:
+        """Columns without lines, numbers to the right; a row that begins with > is bold. wrapped: a column of words."""
 
         def text(cell: str) -> Text:
             return Text("\n".join(printable(line, self.unicode) for line in cell.split("\n")))
 
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
         for place, header in enumerate(headers):
-            justify = "left" if place in (0, words) else "right"
-            table.add_column(text(header), justify=justify, no_wrap=place != words)
+            justify = "left" if place in (0, wrapped) else "right"
+            table.add_column(text(header), justify=justify, no_wrap=place != wrapped)
         for row in rows:
             table.add_row(*map(text, row), style="bold" if row[0].startswith(">") else "")
         self.console.print(table)
@@ -93,89 +89,79 @@ def show(
 ) -> None:
     """Print the summary, the verdict first.
 
-    host: whose flags are shown; default: the trainer whose dump it is. report: where the page is. brief: the findings,
-    all of them whole, and nothing of settings. Raises ValueError where the recommendation has no flags for the host.
+    host: whose launch line is shown; default: the trainer whose dump it is, else our flags alone. report: where the
+    page is. brief: the findings, all of them whole, and nothing of settings.
+    Raises ValueError where the recommendation has no flags for the host.
     """
     screen = _Screen(console)
-    verdict, sentence = headline(diagnosis)
-    screen.say(f"{verdict.upper()}: {sentence}", STYLES[diagnosis.verdict])
-    if normal := is_it_normal(diagnosis):
+    verdict, rest = words.headline(diagnosis)
+    screen.say(f"{verdict.upper()}: {rest}", STYLES[diagnosis.verdict])
+    if normal := words.is_it_normal(diagnosis):
         screen.say(normal)
     if (gate := diagnosis.gate) is not None:
-        said, figures = gate_words(gate, brief=True)
+        said, figures = words.gate_words(gate)
         screen.say(f"Gate {said.upper()}: {figures}.")
-    counted = f"{count(diagnosis.samples)} samples, {count(diagnosis.tokens)} tokens"
+    counted = f"{diagnosis.samples:,} samples, {diagnosis.tokens:,} tokens"
     screen.say(f"{counted} of {diagnosis.source} ({diagnosis.format}).", short=True)
     for place, item in enumerate(diagnosis.findings):
         if not place or brief:
-            _finding(screen, item)
+            screen.finding(item)
         else:
-            also = "also" if item.counts else label(item).lower()
+            also = "also" if item.counts else words.label(item).lower()
             screen.say(f"{also} {item.fault} ({item.confidence}): {item.evidence}", short=True)
-    if diagnosis.fixed is not None:
-        level = diagnosis.fixed
+    if (level := diagnosis.fixed) is not None:
         figures = f"mean |Δ log p| {figure(level.abs_mean)}, k3 {figure(level.k3_kl)}"
         screen.say(f"once fixed: {figures}, which is {size_class(level)}")
-    for reason in undecided(diagnosis):
+    for reason in words.undecided(diagnosis):
         screen.say(f"not decided: {reason}", short=not brief)
     if brief:
         for note in diagnosis.notes:
             screen.say(f"note: {note}", whole=True)
-        _step(screen, f"Next: {diagnosis.next_step}" if diagnosis.next_step else "")
+        screen.step(f"Next: {diagnosis.next_step}" if diagnosis.next_step else "")
         return
-    if rows := [row for row in size_rows(diagnosis) if not row[0].startswith("χ²")]:
-        known = published(diagnosis)
+    for note in diagnosis.notes[1:]:  # the first says what was read
+        screen.say(f"note: {note}", "dim")
+    if rows := [row for row in words.size_rows(diagnosis) if not row[0].startswith("χ²")]:
+        known = words.known(diagnosis)
         console.print()
         table = [(title, f"{value} {unit}".strip(), known.get(title, "")) for title, value, unit in rows]
-        screen.table(("size", "measured", "known" if known else ""), table, words=2)
+        screen.table(("size", "measured", "known" if known else ""), table, wrapped=2)
     console.print()
-    _advice(screen, diagnosis, host or host_of(diagnosis.format))
+    if diagnosis.recommendation is None:
+        screen.step(words.without_advice(diagnosis))
+    else:
+        _advice(screen, diagnosis, host or trainer_of(diagnosis.format))
     if report is not None:
         screen.say(f"Report: {report}", whole=True)
 
 
-def _finding(screen: _Screen, item: Finding) -> None:
-    screen.console.print()
-    screen.say(f"{label(item)}: {item.fault} ({item.confidence}). {item.evidence}", "bold")
-    if item.first is not None:
-        screen.say(f"first: {item.first}", indent=2)
-    screen.say(f"fix: {item.fix}", indent=2)
-
-
-def _step(screen: _Screen, text: str) -> None:
-    """A command in it stays whole, on a line of its own."""
-    words, command, rest = text.partition("mismatch-plugin inspect ")
-    if words:
-        screen.say(words)
-    if command:
-        screen.say(command + rest, "cyan", whole=True)
-
-
-def _advice(screen: _Screen, diagnosis: Diagnosis, host: str) -> None:
+def _advice(screen: _Screen, diagnosis: Diagnosis, host: str | None) -> None:
     advice = diagnosis.recommendation
-    if advice is None:
-        _step(screen, without_advice(diagnosis))
-        return
-    if host not in advice.flags:
+    assert advice is not None
+    if host is not None and host not in advice.flags:
         raise ValueError(f"there are no flags for host {host!r}: choose {', '.join(advice.flags)}.")
-    if diagnosis.next_step:
-        _step(screen, f"Next: {diagnosis.next_step}")
-    screen.say(f"Recommended: {advice.setting}. {advice.reasons[0] if advice.reasons else ''}", "bold")
-    names: dict[str, str] = {**HOSTS}
+    why = ". ".join(reason[:1].upper() + reason[1:] for reason in advice.reasons[:2])
+    screen.say(f"Recommended: {advice.setting}. {words.sentence(why)}", "bold")
     others = ", ".join(name for name in advice.flags if name != host)
-    screen.say(f"{names.get(host, host)} (--host {others} for the others):")
-    for line in advice.flags[host].splitlines():
+    if host is None:
+        screen.say(f"Flags, for any trainer (--host {others} prints a launch line):")
+    else:
+        screen.say(f"{HOSTS.get(host, host)} (--host {others} for the others):")
+    for line in (words.neutral_flags(advice.settings) if host is None else advice.flags[host]).splitlines():
         screen.say(line, "cyan", whole=True)
     for watched in advice.watch[:1]:
         screen.say(f"Watch in the first ten steps: {watched}.")
     rows: list[tuple[str, ...]] = []
-    for mark, item in chosen_predictions(diagnosis):
+    for mark, item in words.chosen_predictions(diagnosis):
         sign = ">" if "recommended" in mark else "*" if mark else " "
-        numbers = (share(item.ess), figure(item.mean_weight), times(item.noise), figure(item.bias, 2))
+        numbers = (words.share(item.ess), figure(item.mean_weight), words.times(item.noise), figure(item.bias, 2))
         name = item.setting.replace("algorithm ", "alg ")
-        rows.append((f"{sign} {name}", share(item.kept), *numbers, "yes" if item.second_pass else NOTHING))
+        rows.append((f"{sign} {name}", words.share(item.kept), *numbers, "yes" if item.second_pass else NOTHING))
     screen.console.print()
     where = "alg: docs/algorithms.md\n" if any(" alg " in row[0] for row in rows) else ""
     headers = (f"{where}> recommended  * yours", "kept", "ESS of\nweights", "mean w", "noise", "bounds'\nbias")
     screen.table((*headers, "2nd\npass"), rows)
     screen.say(_BIAS, "dim")
+    if diagnosis.next_step:
+        screen.console.print()
+        screen.step(diagnosis.next_step)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.units import acting_bounds
 from mismatch_plugin.diagnose.detectors.run import NO_TRAINING
 from mismatch_plugin.diagnose.findings import Finding
-from mismatch_plugin.diagnose.flags import HOSTS, config_of
-from mismatch_plugin.diagnose.normal import UNEXPLAINED, span
+from mismatch_plugin.diagnose.flags import config_of, shortest_flags
+from mismatch_plugin.diagnose.normal import SMALL_K3, UNEXPLAINED, span
 from mismatch_plugin.diagnose.result import VERDICTS, Comparable, Diagnosis, Gate, Prediction
 from mismatch_plugin.report.table import NOTHING, figure
 
 ALTERNATIVES = 3
 
 
-@dataclass(frozen=True)
-class Controls:
+class Controls(NamedTuple):
     """Where a setting is among the page's controls. mode: of the weights; `reject` where ratios are only rejected by.
     lower, upper: bounds on ρ; None: there is none."""
 
@@ -34,15 +33,9 @@ def headline(diagnosis: Diagnosis) -> tuple[str, str]:
     return verdict, diagnosis.headline.removeprefix(f"{verdict}: ")
 
 
-def host_names(flags: dict[str, str]) -> dict[str, str]:
-    """Host → its name as people write it, of the hosts that have flags; hosts unknown here come last."""
-    names: dict[str, str] = {**HOSTS}
-    return {host: names.get(host, host) for host in (*names, *sorted(flags.keys() - names.keys())) if host in flags}
-
-
-def count(number: int) -> str:
-    """`43,002`."""
-    return f"{number:,}"
+def neutral_flags(settings: Mapping[str, object]) -> str:
+    """Our flags alone, which every trainer's launch line takes."""
+    return " ".join(shortest_flags(config_of(settings)))
 
 
 def share(value: float) -> str:
@@ -74,11 +67,14 @@ def is_it_normal(diagnosis: Diagnosis) -> str:
 
 def without_advice(diagnosis: Diagnosis) -> str:
     """Why no setting is recommended, and what to do."""
+    k3 = diagnosis.mismatch.k3_kl if diagnosis.mismatch else 0.0
     why = f": so strong a mismatch has a cause, which no weight repairs. Find it, or --accept {UNEXPLAINED} if meant"
     if diagnosis.verdict == "fault":
         why = ": fix the fault first, then inspect again"
     elif diagnosis.verdict == "undecided":
         why = ""
+    elif k3 < SMALL_K3:
+        why = ": so small a mismatch needs no correction, but it is larger than such a pair's"
     return f"No setting is recommended{why}. {diagnosis.next_step}".strip()
 
 
@@ -96,39 +92,12 @@ def label(item: Finding) -> str:
     return "Cause" if item.counts else "Accepted" if item.accepted else "Note"
 
 
-_SEPARATED = {
-    "engine_abs": "mean |Δ log p| of the engines alone",
-    "engine_k3": "k3 of the engines alone",
-    "stale_abs": "mean |Δ log p| of stale tokens",
-    "stale_k3": "k3 of stale tokens",
-    "staleness_k3": "k3 that fresh weights would save",
-    "k3_per_step": "k3 added by each step of staleness",
-    "sampled_abs": "mean |Δ log p| of sampling against one pass of the same server",
-    "sampled_k3": "k3 of that",
-    "trainer_abs": "mean |Δ log p| of the server's pass against the trainer",
-    "trainer_k3": "k3 of that",
-}
-
-
-def separated(diagnosis: Diagnosis) -> str:
-    """What of the gap is whose, in words; "" where that is not known, or a fault makes it meaningless."""
-    if diagnosis.verdict == "fault" or diagnosis.size is None or not diagnosis.size.separated:
-        return ""
-    parts = [f"{_SEPARATED.get(name, name)} {figure(value)}" for name, value in diagnosis.size.separated.items()]
-    return f"Of the gap, nats per token: {', '.join(parts)}."
-
-
 def sentence(text: str) -> str:
-    """Plain, with one full stop."""
-    return f"{plain(text).rstrip('. ')}."
+    """Without the backticks of markdown, with one full stop."""
+    return f"{text.replace('`', '').rstrip('. ')}."
 
 
-def plain(text: str) -> str:
-    """Without the backticks of markdown."""
-    return text.replace("`", "")
-
-
-def published(diagnosis: Diagnosis) -> dict[str, str]:
+def known(diagnosis: Diagnosis) -> dict[str, str]:
     """Figure of `size_rows` → the range known of the nearest kind of pair, with its name; what is ours is called so."""
     found: dict[str, list[Comparable]] = {}
     for item in diagnosis.normal:
@@ -142,10 +111,10 @@ def published(diagnosis: Diagnosis) -> dict[str, str]:
     return told
 
 
-def gate_words(gate: Gate, brief: bool = False) -> tuple[str, str]:
-    """(whether it passed, the figures). brief: without why this bar."""
-    source = gate.source.partition(": ")[0] if brief else gate.source
+def gate_words(gate: Gate) -> tuple[str, str]:
+    """(whether it passed, the figures)."""
     said = {True: "passed", False: "failed", None: "not decided, too few tokens"}[gate.passed]
+    source = gate.source.partition(": ")[0]
     return said, f"k3 {figure(gate.value)} nats per token against a bar of {figure(gate.bar)} ({source})"
 
 
@@ -155,13 +124,13 @@ def size_rows(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
     rows: list[tuple[str, str, str]] = []
     metrics, level = {name.removeprefix(PREFIX): value for name, value in diagnosis.metrics.items()}, diagnosis.mismatch
     if level is not None:
-        rows.append(("mean |Δ log p|", figure(level.abs_mean), "nat/token"))
-        rows.append(("99 % of |Δ log p| <", figure(level.abs_p99), "nat"))
+        rows.append(("mean |Δ log p|", figure(level.abs_mean), "nats/token"))
+        rows.append(("99 % of |Δ log p| <", figure(level.abs_p99), "nats"))
         metrics = {"kl": level.kl, "k3_kl": level.k3_kl, **metrics}
         metrics.setdefault("rollout_is_ratio_eff_sample_size", level.effective_sample_size)
     for title, name, unit in (
-        ("KL, k1", "kl", "nat/token"),
-        ("KL, k3", "k3_kl", "nat/token"),
+        ("KL, k1", "kl", "nats/token"),
+        ("KL, k3", "k3_kl", "nats/token"),
         ("ESS of token ratios", "rollout_is_ratio_eff_sample_size", ""),
         (f"ESS of {diagnosis.level} ratios", "rollout_is_ratio_unit_eff_sample_size", ""),
         ("χ² of token ratios", "chi2_token", ""),
@@ -173,20 +142,16 @@ def size_rows(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
     return rows
 
 
-def recommended(diagnosis: Diagnosis) -> Prediction | None:
-    """What the recommended setting would do."""
-    advice = diagnosis.recommendation
-    return next((item for item in diagnosis.predictions if advice and item.setting == advice.setting), None)
-
-
 def chosen_predictions(diagnosis: Diagnosis) -> list[tuple[str, Prediction]]:
     """(mark, prediction): the recommended setting, the user's own, and the best of each other algorithm by
     kept · ESS · (1 − bias), filled up by that to `ALTERNATIVES`."""
-    best, own = recommended(diagnosis), next((item for item in diagnosis.predictions if item.own), None)
+    advice, every = diagnosis.recommendation, diagnosis.predictions
+    best = next((item for item in every if advice and item.setting == advice.setting), None)
+    own = next((item for item in every if item.own), None)
     marked = [("recommended" + ", yours" * (best is own), best)] if best else []
     if own is not None and own is not best:
         marked.append(("yours", own))
-    others = [item for item in diagnosis.predictions if item is not best and item is not own]
+    others = [item for item in every if item is not best and item is not own]
     others.sort(key=lambda item: -item.kept * item.ess * (1.0 - min(item.bias, 1.0)))
     used = {item.algorithm for _, item in marked}
     first = [item for item in others if not (item.algorithm in used or used.add(item.algorithm))]

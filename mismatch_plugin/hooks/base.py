@@ -1,29 +1,289 @@
-"""What the launcher asks of a host, what it hands over, and what the hosts share on the way from flags to a run.
+"""What a trainer is to the plugin (`Host`), and what all of them share on the way from flags to a run.
 
-`hooks/README.md` says how to add a host.
+The descriptions are in `hosts.HOSTS`; `hooks/README.md` says how to add one. The way of a flag: the launcher or the
+host's own door takes what was given, `resolve` merges it with what the host has, and the process that trains keeps the
+one `MismatchConfig` that comes out.
 """
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import wraps
 from importlib import import_module
-from pathlib import Path
-from typing import Any, NoReturn
+from types import ModuleType
+from typing import Any, Literal, NoReturn
 
-from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config import MismatchConfig, bound_warnings
+from mismatch_plugin.config.documents import read_file
+from mismatch_plugin.config.fields import flag_names, value_and_default
+from mismatch_plugin.config.presets import find_preset
+from mismatch_plugin.config.values import dotted_fields_set, get_path, ignore_mismatch_warnings, merge, unknown
+from mismatch_plugin.hooks.tree import put
 
-HOSTS = {
-    "slime": "slime",
-    "miles": "miles",
-    "megatron-lm": "megatron_rl",
-    "nemo-rl": "nemo_rl",
-    "verl": "verl",
+Scope = Literal["step", "rollout_batch", "micro_batch"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """Something that not every host can do. title: for the table of docs. paths: its settings, which `inspect` leaves
+    out where it cannot be had. asked: how a configuration asks for it, `<path>` standing for a setting; "" if not."""
+
+    title: str
+    paths: tuple[str, ...]
+    asked: Callable[[MismatchConfig], str]
+
+
+def _plain(title: str, path: str, off: Any = None, *more: str) -> Method:
+    """A method that is one setting, asked for where that is not `off`."""
+
+    def asked(config: MismatchConfig) -> str:
+        value = value_and_default(config, path)[0]
+        return "" if value == off or value is None else f"<{path}>" + (f" {value}" if value is not True else "")
+
+    return Method(title, (path, *more), asked)
+
+
+METHODS: dict[str, Method] = {
+    "old_log_probs": Method(
+        "algorithms 0 and 2", (), lambda c: "" if c.use_rollout_log_probs else f"algorithm {c.algorithm}"
+    ),
+    "bypass": Method("algorithms 1 and 3", (), lambda c: f"algorithm {c.algorithm}" if c.use_rollout_log_probs else ""),
+    "current_policy": Method(
+        "`--rs-policy current`", ("rs.policy",), lambda c: "<rs.policy> current" if c.rejects_on_current_policy else ""
+    ),
+    "conditions": Method(
+        "what hangs on the advantage",
+        ("rs.criteria@", "tis.lower_bound_positive", "tis.upper_bound_positive"),
+        lambda c: ", ".join(c.advantage_readers),
+    ),
+    "penalty": _plain("`--mismatch-rollout-kl-coef`", "terms.rollout_kl_coef", 0.0, "terms.rollout_kl"),
+    "groups": _plain("`--rs-group`", "rs.group", "keep", "rs.min_group"),
+    "versions": _plain("`--rs-max-staleness`", "rs.max_staleness"),
+    "normalisation": _plain("batch normalisation", "tis.batch_normalize", False),
+    "accepted": Method(
+        "denominator `accepted`",
+        ("denominator",),
+        lambda c: "<denominator> accepted" if c.denominator == "accepted" else "",
+    ),
+    "log_probs": Method(
+        "log-prob backends, fused head",
+        ("log_prob_backend", "inplace_logits", "fused_head"),
+        lambda c: (
+            f"<log_prob_backend> {c.log_prob_backend}" * (c.log_prob_backend != "auto")
+            or f"<inplace_logits> {c.inplace_logits}" * (c.inplace_logits != "auto")
+            or "<fused_head>" * c.fused_head
+        ),
+    ),
+    "updates": _plain("`--mismatch-verify-weights`", "verify_weights", "warn"),
+    "report": _plain("`--mismatch-report-dir`", "report_dir"),
+    "metrics": Method(
+        "`--mismatch-metrics full`", ("metrics",), lambda c: "<metrics> full" if c.metrics == "full" else ""
+    ),
+    "gate": _plain("`--mismatch-gate-kl`", "gate_kl"),
 }
-"""Name of a host → its folder here, whose `launch.HOST` says the rest."""
+
+
+@dataclass(frozen=True)
+class Lack:
+    """Why a host cannot do a method, a clause with "it" for the host. instead: what to do. when: of the configuration,
+    for what can be had with other settings; they are then named by `unless`."""
+
+    why: str
+    instead: str = "Leave it out."
+    when: Callable[[MismatchConfig], bool] = lambda config: True
+    unless: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """One trainer. Nothing of it is imported to describe it.
+
+    name: as --mismatch-host and `inspect --host` take it. spellings: others that are accepted (dashes, underscores and
+    case are one). title: as people write it; its folder among checkouts.
+    packages: a script that imports one of them, or something inside, is this host's.
+    repository, version, commit: what the tests ran with; commit None for a release.
+    inside: a folder that only its tree has; version_file: the file that declares its version, both relative to the
+    root. distribution: its name on PyPI where that is not `name`.
+
+    owns: start of the path of a setting that the host decides → what sets it there; "" where nothing does.
+    shares: the same of settings that are ours to choose where the host's user has not.
+    lacks: key of METHODS → why it cannot be had.
+    scope: what batch normalisation runs over there.
+    block: the mapping that holds our settings in the host's own configuration, in whose names errors then speak; ""
+    where our flags do.
+    denominator: what divides the loss, one clause.
+
+    launch: the module whose `plan(host, given, script)` and FLAGS (of the host's own flags, those that look like ours)
+    the launcher asks; "" for a host that is entered by its own door alone.
+    door: what to do without the launcher, one sentence.
+    paste: what runs our settings there, `{flags}` or `{python}` standing for them.
+    trainer: what the launcher is put before. reads: (module, function) pairs; a call of one means that the command line
+    has been read in this process. starters: modules that only scripts import whose trainer runs in another program.
+    hands_on: for hosts whose patched parser takes our flags in any process, where such scripts have them written.
+    needs_patch: what of a configuration only a patched tree can do; "" where it needs none.
+
+    dumps: names of `data.formats.FORMATS` that it writes. metrics: what it records without us: its name → ours.
+    """
+
+    name: str
+    title: str
+    packages: tuple[str, ...]
+    repository: str
+    version: str
+    commit: str | None = None
+    inside: str
+    version_file: str
+    distribution: str = ""
+    spellings: tuple[str, ...] = ()
+    owns: Mapping[str, str] = field(default_factory=dict)
+    shares: Mapping[str, str] = field(default_factory=dict)
+    lacks: Mapping[str, Lack] = field(default_factory=dict)
+    scope: Callable[[MismatchConfig], Scope] = lambda config: "step"
+    block: str = ""
+    denominator: str
+    launch: str = ""
+    door: str
+    paste: str
+    trainer: str = "train.py"
+    reads: tuple[tuple[str, str], ...] = ()
+    starters: tuple[str, ...] = ()
+    hands_on: str = ""
+    needs_patch: Callable[[MismatchConfig], str] = lambda config: ""
+    dumps: tuple[str, ...] = ()
+    metrics: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def part(self) -> Any:
+        """The module that the launcher asks."""
+        return import_module(self.launch)
+
+    def spell(self, text: str) -> str:
+        """`text` with each `<dotted.path>` as users of this host write that setting."""
+        flags = flag_names(MismatchConfig)
+        return re.sub(r"<([a-z_.]+)>", lambda m: f"{self.block}.{m[1]}" if self.block else flags.get(m[1], m[1]), text)
+
+    def lacking(self, config: MismatchConfig) -> dict[str, tuple[str, Lack]]:
+        """Key of METHODS → (how the configuration asks for it, why it cannot be had)."""
+        asked = {key: (METHODS[key].asked(config), lack) for key, lack in self.lacks.items() if lack.when(config)}
+        return {key: found for key, found in asked.items() if found[0]}
+
+
+# The way of a setting -------------------------------------------------------------------------------------------------
+
+
+def given_settings(given: MismatchConfig | Mapping[str, Any] | str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(ours, base) for `resolve`, from what a host's own door takes.
+
+    given: a configuration, nested settings (`preset: NAME` among them makes the base), flags as one string
+    ("--use-tis …"), or the path of a settings file. Raises ValueError for what is none of these.
+    """
+    if isinstance(given, str) and given.lstrip().startswith("-"):
+        given = MismatchConfig.from_words(shlex.split(given))
+    if isinstance(given, MismatchConfig):
+        whole, ours = given.model_dump(exclude_unset=True), dict[str, Any]()
+        for path in dotted_fields_set(whole) if given._by_hand is None else dotted_fields_set(whole) & given._by_hand:
+            put(ours, path, get_path(whole, path))
+        return ours, whole  # what a preset brought, it may bring where it has no effect
+    own = dict(given) if isinstance(given, Mapping) else read_file(given)
+    name = own.pop("preset", None)
+    return own, {} if name is None else find_preset(name).settings()
+
+
+def resolve(
+    host: Host,
+    ours: dict[str, Any],
+    theirs: dict[str, Any],
+    *,
+    base: dict[str, Any] | None = None,
+    by_hand: Collection[str] | None = None,
+    allowed: Collection[str] = (),
+) -> MismatchConfig:
+    """The one configuration that our settings and the host's give: base < theirs < ours.
+
+    ours, theirs, base: nested settings; base holds defaults, of a preset or of the host, that either may change.
+    by_hand: the dotted paths of ours that a person asked for, and that are refused where they have no effect; None:
+    all of them.
+    allowed: keys of `host.lacks` that this run can do all the same.
+    Raises: ValueError, one sentence, where the two contradict each other, or ours ask for what the host decides or
+    cannot do. Warns: MismatchWarning as building the configuration does.
+    """
+    validate_owned(host, ours, theirs)
+    by_hand = dotted_fields_set(ours) if by_hand is None else by_hand
+    if "denominator" in theirs and ours.get("denominator") == "auto":
+        ours = {name: value for name, value in ours.items() if name != "denominator"}
+    data = merge(merge(base or {}, theirs), ours)
+    config = MismatchConfig.build(data, by_hand)
+    validate_methods(host, config, allowed)
+    if not config.normalizes:
+        return config
+    wanted, given = config.tis.batch_normalize_scope, host.scope(config)
+    if wanted not in ("auto", given) and (given, wanted) != ("step", "micro_batch"):
+        named = host.spell(f"<tis.batch_normalize_scope> {wanted}")
+        raise ValueError(
+            f"{named} is not what {host.title} gives in algorithm {config.algorithm}: choose {given} or auto."
+        )
+    if given == "step":
+        return config
+    with ignore_mismatch_warnings():  # said by the first build
+        return MismatchConfig.build(merge(data, {"tis": {"batch_normalize_scope": given}}), by_hand)
+
+
+def validate_owned(host: Host, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Raise ValueError for a setting that does not exist, or that the host decides otherwise."""
+    known = dotted_fields_set(MismatchConfig().model_dump())
+    for path in sorted(dotted_fields_set(dict(ours))):
+        if path not in known:
+            raise unknown("setting" + f" of {host.block}" * bool(host.block), path, sorted(known))
+        mine, owned = get_path(ours, path), get_path(theirs, path)
+        start = next((start for start in (*host.owns, *host.shares) if path.startswith(start)), None)
+        if start is None or mine in (None, owned) or (start in host.shares and owned is None):
+            continue
+        where = host.owns.get(start, "") or host.shares.get(start, "")
+        if not where:
+            raise ValueError(host.spell(f"<{path}> {mine} cannot be had in {host.title}: leave it out."))
+        if owned is None:
+            raise ValueError(host.spell(f"<{path}> {mine} is {host.title}'s to set: leave it out, and set {where}."))
+        contradicts = f"<{path}> {mine} contradicts {host.title}'s {where}, which makes it {owned}"
+        raise ValueError(host.spell(f"{contradicts}: leave it out, and set that."))
+
+
+def validate_methods(host: Host, config: MismatchConfig, allowed: Collection[str] = ()) -> None:
+    """Raise ValueError for a method that the host cannot do, with the reason."""
+    for key, (asked, lack) in host.lacking(config).items():
+        if key not in allowed:
+            without = f" without {lack.unless}" if lack.unless else ""
+            raise ValueError(host.spell(f"{asked} cannot be had in {host.title}{without}: {lack.why}. {lack.instead}"))
+
+
+def block_lines(
+    config: MismatchConfig,
+    lines: Sequence[str],
+    *,
+    divided: str,
+    second_pass: str,
+    filtered: str = "",
+    length: object = None,
+    notes: Sequence[str] = (),
+    leave_out: tuple[str, ...] = (),
+) -> list[str]:
+    """The start-up block of a host: what will run, and what of it is the host's. "! " begins a warning.
+
+    lines: what only this host says. divided, second_pass: what follows these words. filtered: the bias of a sampling
+    filter, or "". length: tokens of a response, where known. notes: more warnings. leave_out: beginnings of lines of
+    `config.describe()`.
+    """
+    own = [line for line in config.describe().splitlines() if not line.startswith(("loss: ", *leave_out))]
+    own += [*lines, f"divided {divided}", f"second forward pass: {second_pass}"]
+    warnings = [*[f"sampling filter: {filtered}"] * bool(filtered), *notes, *bound_warnings(config, length)]
+    return own + [f"! {warning}" for warning in dict.fromkeys(warnings)]
+
+
+# The launcher ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -67,46 +327,10 @@ class Plan:
     settle: Callable[[Namespace], None] = lambda namespace: None
 
     @classmethod
-    def untouched(cls, host: str, given: Given) -> Plan:
+    def untouched(cls, host: Host, given: Given, line: str = "") -> Plan:
         """The run as it is without the launcher."""
-        line = f"none of the plugin's flags is given: {host} runs as it is"
+        line = line or f"none of the plugin's flags is given: {host.title} runs as it is"
         return cls(given.host_argv, (), (line,), lambda: None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Host:
-    """One trainer, declared as `HOST` in the `launch.py` of its folder. Nothing of the trainer is imported for it.
-
-    name: as --mismatch-host takes it.
-    packages: a script that imports one of them, or something inside, is this host's.
-    plan: plan(given, script), the run; script is None where a patched tree asks. Raises ValueError for what cannot mean
-        anything there.
-    reads: (module, function) pairs; a call of one means that the command line has been read in this process.
-    flags: those that look like ours and that the host declares itself.
-    trainer: what the launcher is put before.
-    starters: modules that only scripts import whose trainer runs in another program.
-    hands_on: for hosts whose patched parser takes our flags in any process, where such scripts have them written.
-    inside: a folder that only its tree has, relative to the root.
-    version_file: the file that declares its version, relative to the root.
-    distribution: its name on PyPI; "" where it is `name`.
-    """
-
-    name: str
-    packages: tuple[str, ...]
-    plan: Callable[[Given, Path | None], Plan]
-    reads: tuple[tuple[str, str], ...]
-    inside: str
-    version_file: str
-    distribution: str = ""
-    flags: frozenset[str] = frozenset()
-    trainer: str = "train.py"
-    starters: tuple[str, ...] = ()
-    hands_on: str = ""
-
-
-def find_host(name: str) -> Host:
-    """What the host of that name declares."""
-    return import_module(f"mismatch_plugin.hooks.{HOSTS[name]}.launch").HOST
 
 
 class Parser(ArgumentParser):
@@ -116,7 +340,7 @@ class Parser(ArgumentParser):
         raise ValueError(message[0].upper() + message[1:] + ".")
 
 
-def peek(argv: Sequence[str], table: dict[str, dict[str, Any]]) -> tuple[Namespace, set[str]]:
+def peek(argv: Sequence[str], table: Mapping[str, dict[str, Any]]) -> tuple[Namespace, set[str]]:
     """The values of some of the host's own flags, with the host's defaults, and the destinations that were typed.
 
     table: flag → options of add_argument. Everything else on the line is passed over; the host's parser reads it.
@@ -128,15 +352,14 @@ def peek(argv: Sequence[str], table: dict[str, dict[str, Any]]) -> tuple[Namespa
     return values, {action.dest for action in actions if tokens.intersection(action.option_strings)}
 
 
-def settled(parse: Callable[..., Namespace], settle: Callable[[Namespace], None]) -> Callable[..., Namespace]:
-    """A host's argument parser that hands its Namespace to `settle` before it returns it.
+def settled(settle: Callable[[Namespace], None]) -> Callable[..., Namespace]:
+    """What to wrap a host's argument parser in (`wrap_once`), for its Namespace to go through `settle`.
 
     Where `settle` raises ValueError the program ends with that sentence, before training starts.
     """
 
-    @wraps(parse)
-    def parse_and_settle(*args: Any, **kwargs: Any) -> Namespace:
-        namespace = parse(*args, **kwargs)
+    def parse_and_settle(own: Callable[..., Namespace], *args: Any, **kwargs: Any) -> Namespace:
+        namespace = own(*args, **kwargs)
         try:
             settle(namespace)
         except ValueError as error:
@@ -146,45 +369,48 @@ def settled(parse: Callable[..., Namespace], settle: Callable[[Namespace], None]
     return parse_and_settle
 
 
-def replace_function(module: str, name: str, new: Callable[..., Any]) -> Callable[..., Any]:
-    """Put `new` in the place of a host's function, also in modules of its package that have imported it by name.
+_OWN = "mismatch_plugin_wraps"
 
-    Returns the host's own. What a script imports later, it gets from one of these modules.
+
+def wrapped_by(around: Callable[..., Any], found: Any) -> Callable[..., Any]:
+    """A function whose calls go through `around(own, *args, **kwargs)`, own being the host's `found`.
+
+    The same `around` a second time takes the place of the first.
     """
-    own, package = getattr(import_module(module), name), module.split(".")[0]
-    for path, loaded in list(sys.modules.items()):
-        if path.split(".")[0] == package and vars(loaded).get(name) is own:
-            setattr(loaded, name, new)
-    return own
+    kind = getattr(around, "func", around).__qualname__
+    ours, own, before = getattr(found, _OWN, (None, None, ""))
+    if ours is not found or before != kind:  # the host may have wrapped ours, and copied its attributes
+        own = found
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(own, *args, **kwargs)
+
+    if own is not None:  # a function that may be missing, such as megatron's finalize_model_grads_func
+        wraps(own)(wrapped)
+    setattr(wrapped, _OWN, (wrapped, own, kind))
+    return wrapped
 
 
-def validate_log_prob_settings(config: MismatchConfig, host: str) -> MismatchConfig:
-    """The configuration, on a host that computes log-probs before our loss.
+def wrap_once(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Put `wrapped_by(around, …)` in the place of `owner.name`.
 
-    Raises: ValueError for settings of how they are computed.
+    owner: a class, or a module (itself, or its dotted name); then modules of its package, and the script, that have
+    imported the function by name get it too.
     """
-    asked = {
-        f"--mismatch-log-prob-backend {config.log_prob_backend}": config.log_prob_backend != "auto",
-        f"--mismatch-inplace-logits {config.inplace_logits}": config.inplace_logits != "auto",
-        "--mismatch-fused-head": config.fused_head,
-    }
-    for flag, given in asked.items():
-        if given:
-            raise ValueError(f"{flag} has no effect on {host}, which computes log-probs itself: leave it out.")
-    return config
+    owner = import_module(owner) if isinstance(owner, str) else owner
+    found = getattr(owner, name)
+    wrapped = wrapped_by(around, found)
+    setattr(owner, name, wrapped)
+    if isinstance(owner, ModuleType):
+        package = owner.__name__.split(".")[0]
+        for path, loaded in list(sys.modules.items()):
+            if path.split(".")[0] in (package, "__main__") and vars(loaded).get(name) is found:
+                setattr(loaded, name, wrapped)
 
 
-def validate_group_advantages(config: MismatchConfig, host: str, why: str) -> MismatchConfig:
-    """The configuration, on a host where rejection comes after the advantages. why: what the host does.
-
-    Raises: ValueError for `rs.group` other than keep.
-    """
-    if config.rs.group != "keep":
-        raise ValueError(
-            f"--rs-group {config.rs.group} cannot be had in {host}: {why}. Leave it out: rejected responses then "
-            f"count in their groups."
-        )
-    return config
+def is_wrapped(function: Any) -> bool:
+    """Whether `wrap_once` made it."""
+    return hasattr(function, _OWN)
 
 
 def start_block(host: str, lines: Sequence[str]) -> str:

@@ -18,12 +18,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mismatch_plugin.config.values import host_name, unknown
-from mismatch_plugin.hooks.base import HOSTS, Given, Host, Plan, find_host, start_block, stop
+from mismatch_plugin.hooks.base import Given, Host, Plan, start_block, stop
+from mismatch_plugin.hooks.hosts import HOSTS, find_host
 from mismatch_plugin.launch import patched
-from mismatch_plugin.launch.command_line import HOST_FLAG, help_text, named_host, script_position
+from mismatch_plugin.launch.command_line import HOST_FLAG, help_text, make_plan, named_host, script_position
 from mismatch_plugin.launch.guard import Guard, refusal
-from mismatch_plugin.launch.plan import make_plan
 from mismatch_plugin.launch.script import Target, is_below
 
 _COMMAND = "python -m mismatch_plugin.launch"
@@ -53,10 +52,8 @@ def prepare(argv: Sequence[str]) -> tuple[Target, Host, Given, Plan]:
 def host_of(script: str, imported: set[str], named: str | None = None) -> Host:
     """The host named, or else the one whose package the script imports. Raises ValueError where that is not one."""
     if named is not None:
-        if (name := host_name(named)) not in HOSTS:
-            raise unknown(HOST_FLAG, named, HOSTS)
-        return find_host(name)
-    found = [host for host in map(find_host, HOSTS) if any(is_below(name, host.packages) for name in imported)]
+        return find_host(named, HOST_FLAG)
+    found = [host for host in HOSTS.values() if any(is_below(name, host.packages) for name in imported)]
     if len(found) == 1:
         return found[0]
     say = f"say which it is, {HOST_FLAG} {'|'.join(HOSTS)}"

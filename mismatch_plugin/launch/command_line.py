@@ -1,16 +1,21 @@
-"""A command line cut in two: the flags of the correction, and all the rest, which is the host's and stays as it is."""
+"""From a command line to a run that is ready: our flags are taken off it, all the rest stays as it is, the host's."""
 
 from __future__ import annotations
 
 import difflib
+import warnings
 from argparse import SUPPRESS, Action, ArgumentParser
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
-from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config import MismatchConfig, MismatchWarning
 from mismatch_plugin.config.flags import add_arguments, underscored_spellings
-from mismatch_plugin.hooks.base import Given, Parser
+from mismatch_plugin.hooks.base import Given, Host, Parser, Plan
+from mismatch_plugin.hooks.version import version_line
+from mismatch_plugin.report.log import validate_same_settings
 
 HOST_FLAG = "--mismatch-host"
 # Nothing else begins like this in any host but the flags that the host itself declares.
@@ -19,6 +24,33 @@ _SIMILAR = 0.88
 _DASHES = dict.fromkeys(map(ord, "‐‑‒–—―−"), "-")  # what editors and web pages make of one
 _SWITCHED = ("true", "false", "yes", "no", "on", "off", "0", "1")
 _OF_THE_LAUNCHER = (HOST_FLAG, "--mismatch-explain-only")
+
+
+def make_plan(host: Host, argv: Sequence[str], script: Path | None) -> tuple[Given, Plan]:
+    """Read a command line and plan the run; its lines end in what was warned about, the host's version, and what is
+    added to the command line.
+
+    Raises: ValueError, also where the report folder holds steps of other settings, or the host is not launched.
+    """
+    if not host.launch:
+        raise ValueError(f"{host.title} takes the plugin without the launcher: {host.door}.")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        given = read_command_line(argv, host.part.FLAGS)
+        plan = host.part.plan(host, given, script)
+    lines = list(plan.lines)
+    for warning in found:
+        if not issubclass(warning.category, MismatchWarning):
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        elif not any(str(warning.message) in line for line in lines):
+            lines.append(f"! {warning.message}")
+    if plan.config is not None:
+        if plan.config.report_dir is not None:
+            validate_same_settings(plan.config.report_dir, plan.config)
+        lines.append(version_line(host, [script.parent] if script is not None else []))
+    if plan.added:
+        lines.append(f"added to the command line: {' '.join(plan.added)}")
+    return given, replace(plan, lines=tuple(lines))
 
 
 def read_command_line(argv: Sequence[str], host_flags: Collection[str] = ()) -> Given:

@@ -1,10 +1,10 @@
 """Flags of ours that would go nowhere: a script that starts a trainer in another program, or never reads its arguments.
 
 What the launcher changes holds in its own process. Until the host has read its command line there, a Python audit hook
-looks at every program that the script starts and ends the run before the first that looks like a trainer. Ray jobs that
-are submitted over HTTP (`JobSubmissionClient.submit_job`) raise no such event; like everything that no event tells,
-they are found when the script has ended and `Guard.read` is still false. A script may also end by `os._exit` or by
-becoming another program (`os.exec*`), after which nothing of the launcher runs: both are refused until then.
+looks at every program that the script starts and ends the run before the first that looks like a trainer. What no event
+tells (a job submitted over HTTP) is found when the script has ended and `Guard.read` is still false. A script may also
+end by `os._exit` or by becoming another program (`os.exec*`), after which nothing of the launcher runs: both are
+refused until then.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Sequence
-from functools import wraps
-from importlib import import_module
 from typing import Any, NoReturn
 
-from mismatch_plugin.hooks.base import Host
+from mismatch_plugin.hooks.base import Host, wrap_once
 
 # Audit event → which of its arguments are the words of the command. os.spawn is Windows'; elsewhere it is os.exec.
 _EVENTS: dict[str, Callable[[Sequence[Any]], Sequence[Any]]] = {
@@ -31,29 +29,24 @@ _EVENTS: dict[str, Callable[[Sequence[Any]], Sequence[Any]]] = {
     "os.posix_spawn": lambda args: [args[0], *args[1][1:]],
     "os.spawn": lambda args: [args[1], *args[2][1:]],
 }
-_SEPARATORS = ";&|()"
+_LAUNCHER = "mismatch_plugin.launch"  # a script may start itself anew through it
 _PYTHON = re.compile(r"(python|pythonw|pypy)[\d.]*(\.exe)?")
-_SHELL = re.compile("bash|sh|zsh|dash|ksh")
-# Program → what behind it starts a trainer.
-_LAUNCHERS = {
+# What behind a program starts a trainer.
+_STARTERS = {
     **dict.fromkeys(("torchrun", "deepspeed", "torchx", "horovodrun", "sbatch", "qsub"), r"\S+"),
     "accelerate": "launch",
     "ray": "submit|exec",
 }
-# Modules that `python -m` runs next to a training, or before it.
+# Programs that may name a trainer and do not run it, and modules that `python -m` runs next to a training.
+_READERS = re.compile(
+    r"cat|cp|mv|ls|ln|rm|mkdir|git|grep|find|p?kill|killall|pgrep|head|tail|wc|diff|echo|printf|touch|chmod|rsync|scp|sed"
+    r"|awk|sort|stat|tar|zip|which|test|\[|realpath|dirname|basename|less|install|curl|wget|vim|ruff|dvc|pip|tensorboard"
+)
 _TOOLS = re.compile(
     "pip|venv|ensurepip|compileall|json|http|zipfile|site|sysconfig|platform|timeit|sglang|sglang_router|vllm|ray|torch"
     "|wandb|tensorboard|ninja|numpy|huggingface_hub|pytest|mypy|nltk|spacy|grpc_tools|mismatch_plugin"
 )
-# They may name a trainer, and do not run it.
-_READERS = re.compile(
-    r"cat|cp|mv|ls|ln|rm|mkdir|git|grep|find|pkill|pgrep|kill|killall|head|tail|wc|diff|echo|printf|touch|chmod|rsync|scp"
-    r"|md5sum|sha256sum|sed|awk|sort|stat|tar|zip|which|test|\[|realpath|dirname|basename|file|cmp|less|install|curl|wget"
-    r"|vim|ruff|black|isort|dvc|pip|nvidia-smi|tensorboard"
-)
 _TRAINER = re.compile(r"(train[\w-]*\.py|main_ppo(\.py)?)$")
-_LAUNCHER = "mismatch_plugin.launch"  # a script may start itself anew through it
-_SCRIPT = re.compile(r"\.(py|sh)$")
 _HARMLESS = re.compile(r"(^|/)setup\.py$|(site|dist)-packages/")  # the latter is what Ray and torch run of their own
 
 
@@ -74,8 +67,7 @@ class Guard:
         Raises: ModuleNotFoundError where the host is not installed.
         """
         for module, name in self.host.reads:
-            owner = import_module(module)
-            setattr(owner, name, self._noting(getattr(owner, name)))
+            wrap_once(module, name, self._note)
         sys.addaudithook(self._hear)
         leave = os._exit
 
@@ -97,13 +89,9 @@ class Guard:
         """True in the launcher's own process (what it forks may end as it likes) until the command line was read."""
         return not self.read and os.getpid() == self.process
 
-    def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            self.read = True
-            return function(*args, **kwargs)
-
-        return noting
+    def _note(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.read = True
+        return own(*args, **kwargs)
 
     def _hear(self, event: str, args: Sequence[Any]) -> None:
         """Raises SystemExit, which `except Exception` lets pass, before the program is started."""
@@ -126,9 +114,7 @@ class Guard:
 
 def refusal(host: Host, script: str, what: str) -> str:
     """One sentence for a script whose trainer runs elsewhere: `what` it does, and where the flags go instead."""
-    ways = [
-        f"put the launcher where the trainer itself is started (`python -m mismatch_plugin.launch {host.trainer} …`)"
-    ]
+    ways = [f"put the launcher where the trainer itself is started (`python -m {_LAUNCHER} {host.trainer} …`)"]
     if host.hands_on:
         ways.append(
             f"or patch the checkout once (`mismatch-plugin patch apply --host {host.name} --root DIR`) and write the "
@@ -141,54 +127,38 @@ def refusal(host: Host, script: str, what: str) -> str:
 def starts_trainer(words: Sequence[str]) -> bool:
     """Whether a command starts a trainer, or something that may start one, itself or behind `env`, `srun`, `ssh` …
 
-    The first word that is a program known here decides; without one, a word that is a training script does. What is
-    taken for harmless and is none is found when the script has ended.
+    The first word that is a program known here decides; without one, a word that is a training script does, or a line
+    of shell in a word. What is taken for harmless and is none is found when the script has ended.
     """
     for at, word in enumerate(words):
         program, rest = os.path.basename(word), words[at + 1 :]
         if _READERS.fullmatch(program):
             return False
-        if _SHELL.fullmatch(program) or _PYTHON.fullmatch(program):
-            return _script_starts(rest, shell=_SHELL.fullmatch(program) is not None)
-        if program in _LAUNCHERS:
-            return re.search(rf"(^| )({_LAUNCHERS[program]})( |$)", " ".join(rest)) is not None
-        if word.endswith(".py") and (at == 0 or words[at - 1] == "run"):  # uv run x.py
+        if _PYTHON.fullmatch(program):
+            return _python_trains(rest)
+        if program in _STARTERS:
+            return re.search(rf"(^| )({_STARTERS[program]})( |$)", " ".join(rest)) is not None
+        if any(space in word for space in " \n"):
+            lines = re.split("[;&|()`\n]+", re.sub("[\"']", "", word.replace("\\\n", " ")))
+            if any(starts_trainer(line.split()) for line in lines):
+                return True
+        elif (
+            _TRAINER.search(word)
+            or word.endswith(".sh")
+            or (word.endswith(".py") and (at == 0 or words[at - 1] == "run"))
+        ):
             return True
-    return any(_TRAINER.search(word) or (" " in word and _line_starts(word)) for word in words)
-
-
-def _line_starts(text: str) -> bool:
-    """`starts_trainer` of the commands in a line of shell."""
-    text = text.replace("\\\n", " ").replace("\n", " ; ").replace("`", " ; ")
-    try:
-        words = _split(text)
-    except ValueError:  # an odd quote, in a comment or a here-document
-        words = _split(re.sub("[\"']", "", text))
-    command: list[str] = []
-    for word in [*words, ";"]:
-        if word.strip(_SEPARATORS):
-            command.append(word)
-        elif starts_trainer(command):
-            return True
-        else:
-            command = []
     return False
 
 
-def _split(text: str) -> list[str]:
-    lexer = shlex.shlex(text, posix=True, punctuation_chars=_SEPARATORS)
-    lexer.whitespace_split, lexer.commenters = True, ""
-    return list(lexer)
-
-
-def _script_starts(rest: Sequence[str], shell: bool) -> bool:
-    """Whether a shell or Python with these arguments runs a script, module or line that may train."""
+def _python_trains(rest: Sequence[str]) -> bool:
+    """Whether Python with these arguments runs a script or module that may train."""
     for word, following in zip(rest, [*rest[1:], ""], strict=False):
         if re.fullmatch(r"-\w*c", word):
-            return shell and _line_starts(following)
+            return False
         if word.startswith("-m"):
             module = word[2:] or following
             return module.startswith("torch.distributed") or not _TOOLS.fullmatch(module.split(".")[0])
-        if _SCRIPT.search(word):
+        if word.endswith((".py", ".sh")):
             return not _HARMLESS.search(word)
     return False

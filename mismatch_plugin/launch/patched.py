@@ -8,8 +8,9 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from mismatch_plugin.hooks.base import find_host, settled, start_block, stop
-from mismatch_plugin.launch.plan import make_plan
+from mismatch_plugin.hooks.base import settled, start_block, stop
+from mismatch_plugin.hooks.hosts import find_host
+from mismatch_plugin.launch.command_line import make_plan
 
 _launched: list[bool] = []  # not empty: the launcher has read the command line already
 
@@ -41,7 +42,7 @@ def with_our_flags(host: str) -> Callable[[Callable[..., Namespace]], Callable[.
             typed = sys.argv
             sys.argv = [typed[0], *plan.argv]
             try:
-                return settled(parse_args, plan.settle)(*args, **kwargs)
+                return settled(plan.settle)(parse_args, *args, **kwargs)
             finally:
                 sys.argv = typed
 

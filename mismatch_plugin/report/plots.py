@@ -1,30 +1,20 @@
-"""How pictures look: colours, lines, frames. Import this module only where one is made: it needs matplotlib.
-
-Colours are from Okabe & Ito (2008), less its second blue: people with any colour vision can tell them apart. Line style
-and marker differ, too, so that a grey print still reads.
-"""
+"""How pictures look: lines and frames. Import this module only where one is made: it needs matplotlib."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-PALETTE = ("#000000", "#D55E00", "#0072B2", "#E69F00", "#CC79A7", "#009E73", "#6B3A00", "#7F7F7F")
-DASHES = ("solid", (0, (6, 1.5)), (0, (1.2, 1)), (0, (6, 1.5, 1, 1.5)), (0, (3, 1.2)), (0, (6, 1, 1, 1, 1, 1)),
-          (0, (10, 3)))  # fmt: skip
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 WINDOWS = 40
 """A curve of more points is averaged in so many windows."""
 SIZE = (4.3, 3.5)
@@ -74,23 +64,6 @@ class Part:
     span: tuple[float, float] | None = None
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A PNG with its file name, its title, and what it shows in words (also its alternative text)."""
-
-    name: str
-    title: str
-    caption: str
-    png: bytes
-
-
-def save(pictures: Iterable[Picture], folder: Path) -> None:
-    """Write every picture as a file of its own."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for picture in pictures:
-        (folder / picture.name).write_bytes(picture.png)
-
-
 def windows(steps: Array, values: Array) -> tuple[Array, Array]:
     """Means of neighbouring steps, at most WINDOWS of them: a step's noise does not hide the course."""
     if len(steps) <= WINDOWS:
@@ -136,17 +109,6 @@ def _threshold_lines(axis: Axes, lines: Sequence[Line], smallest: float, largest
                 zorder=5,
             )
             label.set_path_effects([withStroke(linewidth=2.5, foreground="white")])  # readable across a curve
-
-
-def legend(figure: Figure, handles: Sequence[Line2D], columns: int = 2) -> None:
-    """Below the figure."""
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(columns, len(handles)) or 1,
-                  handlelength=3.2, columnspacing=1.2, labelspacing=0.3)  # fmt: skip
-
-
-def plain(name: str) -> str:
-    """A name as matplotlib shows it letter by letter: between two dollar signs it would read mathematics."""
-    return name.replace("$", r"\$")
 
 
 def png(figure: Figure) -> bytes:

@@ -53,7 +53,8 @@ class SGLangClient(ServerControl):
         concurrency: samples under way at once, over all calls of this client.
         timeout: seconds for one attempt at one request, from sending to the last byte of the answer.
         verify_updates: compare the weights that an update sent with those that serve then, where the server has our
-            plugin; one pass over what is sent.
+            plugin; one pass over what is sent. A later sample fails (kind `weights`) where the server started again
+            or somebody else updated it since this client did; without the plugin only the version shows it.
         retries: attempts and waits after connection errors, timeouts, cut-off JSON and status 5xx; never after 4xx. A
             number means so many attempts more than the first.
         connect_timeout: seconds to reach the server.
@@ -154,6 +155,7 @@ class SGLangClient(ServerControl):
             own = sampling if sampling.seed is None else sampling.model_copy(update={"seed": sampling.seed + index})
             body = {"input_ids": prompt, "sampling_params": own.to_sglang(), **asked}
             name = f"{batch}-{index}"
+            serving = self._serving
             answer = await self._server.call(
                 "POST", "/generate", body, request_id=name, retries=self._retries, deadline=until
             )
@@ -165,6 +167,9 @@ class SGLangClient(ServerControl):
                     raise ReplyError("length", f"{len(sample)} tokens came, at most {most} were asked for")
                 if top_log_probs and not all(sample.top_log_probs or [[]] * len(sample)):
                     raise ReplyError("log_probs_lost", "top_log_probs were asked for and did not come for every token")
+            # An update of this client's in between may have brought the last tokens, or not.
+            if serving is not None and serving is self._serving and (problem := serving.problem(sample)):
+                raise RequestError("weights", problem, answer.attempts)
             if self.policy == "error":
                 values, mask = torch.from_numpy(sample.rollout_log_probs), torch.from_numpy(sample.loss_mask)
                 found, counts = find_invalid(torch.zeros_like(values), values, mask, (len(sample),), (index,))

@@ -11,13 +11,14 @@ import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchWarning
+from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.sglang.fingerprints import (
     STAGES_S,
     SentWeights,
@@ -76,12 +77,48 @@ class ServerInfo(BaseModel):
         return [risk for holds, risk in found if holds]
 
 
+class Serving(NamedTuple):
+    """What the last update of this client left. workers: of each process (`Served.identity`) how many updates it had,
+    and the fingerprint; none where the server has no plugin."""
+
+    version: str
+    workers: dict[tuple[Any, Any, Any], tuple[int, str | None]]
+
+    def problem(self, sample: Sample) -> str | None:
+        """Why the sample is of other weights than these; None if it is not known to be."""
+        served, spans = sample.served, sample.weight_versions
+        if served is not None and served.weights and self.workers:
+            if served.identity not in self.workers:
+                known = ", ".join(str(server) for server, _, _ in self.workers)
+                return (
+                    f"{served.server} is none of the processes that took version {self.version!r} ({known}): it "
+                    "started again with the weights of its launch, or the address leads elsewhere. Send the weights "
+                    "again."
+                )
+            number, fingerprint = self.workers[served.identity]
+            if (now := served.weights[-1].fingerprint) != fingerprint and fingerprint is not None:
+                updates = served.update.number if served.update else number
+                why = (
+                    f"somebody else updated it since ({updates} updates, this client's was number {number})"
+                    if updates > number
+                    else "an update of somebody else is under way, or its memory was released or reset"
+                )
+                return f"{served.server} samples from {now}, version {self.version!r} is {fingerprint}: {why}."
+        if spans and spans[-1].version != self.version:
+            return (
+                f"the server samples as version {spans[-1].version!r}, and this client's last update was "
+                f"{self.version!r}: it started again, or somebody else updated it."
+            )
+        return None
+
+
 class ServerControl:
     """The control half of `SGLangClient`. Nothing here is sent twice: an update may have worked though its answer was
     lost. Questions are asked again.
 
     After an update the server must report its version. Where it has our plugin, the weights that were sent are compared
-    with those that serve then (`fingerprints.py`), unless verify_updates is False.
+    with those that serve then (`fingerprints.py`), and later samples are checked to be of them (`Serving`), unless
+    verify_updates is False.
     """
 
     def __init__(self, server: Server, retries: Retries, verify_updates: bool = True) -> None:
@@ -92,6 +129,8 @@ class ServerControl:
         self.fingerprint: str | None = None
         """Of the weights that the last update sent, if the server has our plugin and they were compared with what
         serves: a trainer writes it next to its log-probs (`weight_fingerprint`) for `inspect`."""
+        self._serving: Serving | None = None
+        """None: before the first update, while one is under way, and after one that failed."""
 
     async def server_info(self) -> ServerInfo:
         """Version and settings, with the weight version that the last update left. Warns of the server's risks
@@ -144,6 +183,7 @@ class ServerControl:
         async with self._updating(version, flush_cache) as flush:
             body = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush}
             await self._post("/update_weights_from_disk", body, confirmed=True)
+        await self._verify(version, [])
 
     async def update_weights_from_tensors(
         self,
@@ -242,20 +282,36 @@ class ServerControl:
                     await self._post("/end_weight_update", {}, confirmed=True)
                 raise
             await self._post("/end_weight_update", {}, confirmed=True)
-        if self._verifies:
-            try:
-                await self._compare(version, pairs)
-            except (RequestError, ValueError) as error:
-                raise WeightUpdateError(f"whether the weights that were sent serve cannot be told: {error}") from error
+        await self._verify(version, pairs)
 
-    async def _compare(self, version: str | int, pairs: Bucket) -> None:
-        """What was sent with what serves, where the server has our plugin. It must have all names."""
+    async def _verify(self, version: str | int, pairs: Bucket) -> None:
+        """Compare what was sent with what serves, and keep what serves now. pairs: [] where it is not known."""
+        if not self._verifies:
+            return
+        try:
+            states = await self._compare(version, pairs)
+        except (RequestError, ValueError) as error:
+            raise WeightUpdateError(f"whether the weights that were sent serve cannot be told: {error}") from error
+        workers = {
+            (state.get("server"), state.get("started"), state.get("dp_rank")): (
+                (state.get("update") or {}).get("number", 0),
+                state.get("fingerprint"),
+            )
+            for state in states
+        }
+        self._serving = Serving(str(version), workers)
+
+    async def _compare(self, version: str | int, pairs: Bucket) -> list[Mapping[str, Any]]:
+        """What was sent with what serves, where the server has our plugin, whose states are returned. It must have all
+        names."""
         states: list[Mapping[str, Any]] = []
         for attempt in range(1 + STAGES_S * 10):
             await asyncio.sleep(0.1 if attempt else 0)
             states = states_of((await self._server.call("GET", "/server_info", retries=self._retries)).json)
             if settled(states):
                 break
+        if not pairs:
+            return states
         sent, prints, complete = SentWeights(), set[str | None](), True
         if able := next((state for state in states if state.get("tensors")), None):  # all workers hold the same dtypes
             await asyncio.to_thread(sent.add, pairs, served_dtypes(pairs, able))
@@ -269,6 +325,7 @@ class ServerControl:
             prints.add(state.get("fingerprint"))
             complete = complete and found.complete
         self.fingerprint = prints.pop() if len(prints) == 1 and complete else None
+        return states
 
     async def _flush(self, wanted: bool | None) -> bool:
         """Whether the update itself is to flush the cache. Under an in-place pause it is flushed here, or refused."""
@@ -308,7 +365,7 @@ class ServerControl:
         """
         try:
             flush = await self._flush(flush_cache)
-            self.fingerprint = None
+            self.fingerprint = self._serving = None
             yield flush
             model = (await self._server.call("GET", "/model_info", retries=self._retries)).json
         except RequestError as error:

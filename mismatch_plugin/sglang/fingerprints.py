@@ -6,17 +6,19 @@ The digest of a tensor is the sum over its elements of h(bits), modulo 2^64, wit
 
 So it does not depend on order or shape: the digest of qkv_proj is the sum of those of q_proj, k_proj and v_proj, that
 of a tensor is the sum of its shards', and zero padding adds nothing. It depends on the dtype, and on every bit of every
-element. A fingerprint is the sum over a model's tensors, as 16 hex digits: equal for equal weights, unequal but for one
-chance in 2^64.
+element. A fingerprint is a hash of a model's digests by place (`place_of`: layer and role), as 16 hex digits: equal for
+equal weights, unequal but for one chance in 2^64. Names of Hugging Face, megatron-core and SGLang give the same places.
 
-What it cannot see: elements that change places within a tensor that serves, as where K and V, or gate and up, are fused
-in the wrong order, or a matrix is transposed (those that change places between tensors show in the tensors' digests).
+What it cannot see: elements that change places within a place, as where K and V, gate and up, or experts of a layer are
+exchanged, or a matrix is transposed.
 What it does not survive: quantisation, another dtype, key and value heads that tensor parallelism repeats on several
 ranks. Ranks with equal digests of a tensor count once: they hold copies.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -82,9 +84,61 @@ def combined(ranks: Sequence[Mapping[str, Digest]]) -> dict[str, Digest]:
     return found
 
 
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_ROLES = {
+    name: role
+    for role, names in {
+        "qkv": "q_proj k_proj v_proj qkv_proj linear_qkv query_key_value c_attn",
+        "qkv_a": "q_a_proj kv_a_proj_with_mqa fused_qkv_a_proj_with_mqa linear_q_down_proj linear_kv_down_proj",
+        "q_b": "q_b_proj linear_q_up_proj",
+        "kv_b": "kv_b_proj linear_kv_up_proj",
+        "q_norm": "q_norm q_layernorm",
+        "k_norm": "k_norm k_layernorm",
+        "attention_out": "o_proj linear_proj",
+        "mlp_in": "gate_proj up_proj gate_up_proj linear_fc1 w1 w3 w13_weight",
+        "mlp_out": "down_proj linear_fc2 w2 w2_weight",
+        "router": "gate router",
+        "attention_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm pre_mlp_layernorm",
+        "embedding": "embed_tokens word_embeddings wte",
+        "head": "lm_head output_layer",
+        "final_norm": "norm final_layernorm final_norm",
+    }.items()
+    for name in names.split()
+}
+_WRAPPERS = re.compile(r"^(?:(?:module|model|language_model|decoder|transformer|embedding)\.)+")
+_FUSED_NORMS = {"linear_qkv.layer_norm": "input_layernorm", "linear_fc1.layer_norm": "post_attention_layernorm"}
+
+
+def place_of(name: str) -> str:
+    """Where in a model a parameter is, whoever names it: its layer (counted over the whole model, over all pipeline
+    stages) and its role. What is fused somewhere has one place. A name of no known role is its own place.
+
+    >>> place_of("model.layers.3.self_attn.k_proj.bias"), place_of("decoder.layers.3.self_attention.linear_qkv.bias")
+    ('layers.3.qkv.bias', 'layers.3.qkv.bias')
+    """
+    for fused, norm in _FUSED_NORMS.items():  # Transformer Engine keeps a norm in the matrix behind it
+        name = name.replace(f"{fused}_", f"{norm}.")
+    found = _LAYER.search(name)
+    tower, number, rest = (name[: found.start()], found[1], name[found.end() :]) if found else ("", "", name)
+    tower = _WRAPPERS.sub("", f"{tower}.").lstrip(".")  # "" but for a vision tower and the like
+    layer = f"{tower}layers.{number}." if found else ""
+    for part in reversed(rest.split(".")):
+        if (role := _ROLES.get(part)) is not None:
+            shared = "shared_" if "shared_expert" in rest else ""
+            return f"{layer}{shared}{role}" + (".bias" if re.search(r"bias\d*$", rest) else "")
+    return layer + (rest if found else _WRAPPERS.sub("", rest))
+
+
 def fingerprint(tensors: Mapping[str, Digest]) -> str:
-    """Of a whole model: 16 hex digits."""
-    return f"{_total(tensors, tensors):016x}"
+    """Of a whole model: 16 hex digits. A head that is the embedding counts as none, whoever keeps a copy of it."""
+    places: dict[str, int] = defaultdict(int)
+    for name, (value, _, _) in tensors.items():
+        places[place_of(name)] += value
+    if places.get("head") == places.get("embedding"):
+        places.pop("head", None)
+    told = [f"{place} {value % _MODULUS:x}" for place, value in sorted(places.items()) if value % _MODULUS]
+    return hashlib.blake2b("\n".join(told).encode(), digest_size=8).hexdigest()
 
 
 def written(tensors: Mapping[str, Digest]) -> dict[str, list[str | int]]:

@@ -17,7 +17,14 @@ import torch
 
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.data.served import META_KEY
-from mismatch_plugin.sglang.client import PauseMode, RequestError, ServerInfo, SGLangClient, WeightUpdateError
+from mismatch_plugin.sglang.client import (
+    GenerateError,
+    PauseMode,
+    RequestError,
+    ServerInfo,
+    SGLangClient,
+    WeightUpdateError,
+)
 from mismatch_plugin.sglang.fingerprints import digests, fingerprint, written
 from tests.fixtures.faulty_server import FaultyServer, Reply, Request, call, honest
 
@@ -332,6 +339,105 @@ def test_what_serves_is_not_what_was_sent(states: list[dict[str, Any]], says: st
     trainee.states = states
     with FaultyServer(trainee) as server, pytest.raises(WeightUpdateError, match=says):
         call(server, lambda client: client.update_weights_from_tensors(WEIGHTS, 7))
+
+
+class Sampling(Trainee):
+    """It answers /generate, with what its plugin tells of the process that does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states = _with_plugin(WEIGHTS, started=1.5, update={"number": 4})
+        self.served = {
+            "server": "a:1/7",
+            "started": 1.5,
+            "fingerprint": self.states[0][META_KEY]["fingerprint"],
+            "number": 4,
+        }
+        self.delay = 0.0
+
+    def __call__(self, request: Request) -> Reply:
+        if request.path != "/generate":
+            return super().__call__(request)
+        reply, told = honest(request), self.served
+        reply.delay = self.delay
+        update = {"number": told.get("number"), "changed": 3, "tensors": 3, "changed_matrices": 2, "matrices": 2}
+        meta: dict[str, Any] = reply.json["meta_info"]
+        meta["weight_versions"][0]["version"] = self.version
+        if told:
+            weights = [{"fingerprint": told["fingerprint"], "since": self.version, "start": 0, "end": 4}]
+            fixed = {"sglang": "0.5.23", "dtype": "bfloat16", "head_dtype": "bfloat16"}
+            meta[META_KEY] = [{**fixed, **told, "weights": weights, "update": update}]
+        return reply
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({}, None),
+        ({"started": 9.5}, "a:1/7 is none of the processes that took version '7' .*started again"),
+        ({"server": "a:1/8"}, "a:1/8 is none of the processes that took version '7' \\(a:1/7\\)"),
+        ({"fingerprint": "ff", "number": 5}, "somebody else updated it since \\(5 updates, this client's was number 4"),
+        ({"fingerprint": None}, "an update of somebody else is under way, or its memory was released"),
+        ({"version": "default"}, "samples as version 'default', and this client's last update was '7': it started"),
+    ],
+)
+@pytest.mark.parametrize("way", ["tensors", "disk"])
+def test_samples_of_other_weights_than_the_last_update_fail(change: dict[str, Any], says: str | None, way: str) -> None:
+    trainee = Sampling()
+
+    async def run(client: SGLangClient) -> list[Any]:
+        sampling = SamplingParameters(max_new_tokens=4)
+        before = await client.generate([[1]], sampling)  # of a client that has updated nothing
+        if way == "tensors":
+            await client.update_weights_from_tensors(WEIGHTS, 7)
+        else:
+            await client.update_weights_from_disk("checkpoint", 7)
+        first = await client.generate([[1]], sampling)
+        trainee.version = change.get("version", trainee.version)
+        trainee.served |= {name: value for name, value in change.items() if name != "version"}
+        if says is None:
+            return [*before, *first, *(await client.generate([[1], [2]], sampling))]
+        with pytest.raises(GenerateError, match=says) as failed:
+            await client.generate([[1], [2]], sampling)
+        assert failed.value.came == [None, None] and failed.value.failures[0].kind == "weights"
+        return []
+
+    assert len(call(trainee, run)) == (0 if says else 4)
+
+
+@pytest.mark.parametrize("verified", [True, False])
+def test_a_server_without_the_plugin_is_known_by_its_version(verified: bool) -> None:
+    trainee = Sampling()
+    trainee.states, trainee.served = [], {}
+
+    async def run(client: SGLangClient) -> list[Any]:
+        await client.update_weights_from_tensors(WEIGHTS, 7)
+        await client.generate([[1]], SamplingParameters(max_new_tokens=4))
+        trainee.version = "default"
+        return await client.generate([[1]], SamplingParameters(max_new_tokens=4))
+
+    if verified:
+        with pytest.raises(GenerateError, match="started again, or somebody else"):
+            call(trainee, run)
+    else:
+        assert len(call(trainee, run, verify_updates=False)) == 1
+
+
+def test_a_sample_in_flight_over_an_update_is_not_judged_by_it() -> None:
+    trainee = Sampling()
+
+    async def run(client: SGLangClient) -> list[Any]:
+        await client.update_weights_from_tensors(WEIGHTS, 7)
+        trainee.delay = 0.5
+        running = asyncio.create_task(client.generate([[1]], SamplingParameters(max_new_tokens=4)))
+        while not server.bodies("/generate"):
+            await asyncio.sleep(0.01)
+        await client.update_weights_from_tensors(WEIGHTS, 8)
+        return await running
+
+    with FaultyServer(trainee) as server:
+        (sample,) = call(server, run)
+    assert sample.weight_versions[-1].version == "7"
 
 
 WORKER = """

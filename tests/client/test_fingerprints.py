@@ -17,6 +17,7 @@ from mismatch_plugin.sglang.fingerprints import (
     digest,
     digests,
     fingerprint,
+    place_of,
     read_tensors,
     served_dtypes,
     written,
@@ -213,6 +214,85 @@ def test_a_part_that_was_sent_is_not_all_that_serves():
     name = "model.layers.0.self_attn.o_proj.weight"
     found = sent({name: state()[name]}).compare(told(served(state())))
     assert (found.compared, found.problems, found.complete) == (1, [], False)
+
+
+SGLANG = {
+    "model.embed_tokens.weight": "embedding.word_embeddings.weight",
+    "model.layers.{}.input_layernorm.weight": "decoder.layers.{}.self_attention.linear_qkv.layer_norm_weight",
+    "model.layers.{}.self_attn.qkv_proj.weight": "decoder.layers.{}.self_attention.linear_qkv.weight",
+    "model.layers.{}.self_attn.qkv_proj.bias": "decoder.layers.{}.self_attention.linear_qkv.bias",
+    "model.layers.{}.self_attn.q_norm.weight": "module.decoder.layers.{}.self_attention.q_layernorm.weight",
+    "model.layers.{}.self_attn.o_proj.weight": "decoder.layers.{}.self_attention.linear_proj.weight",
+    "model.layers.{}.post_attention_layernorm.weight": "decoder.layers.{}.pre_mlp_layernorm.weight",
+    "model.layers.{}.mlp.gate.weight": "decoder.layers.{}.mlp.router.weight",
+    "model.layers.{}.mlp.experts.w13_weight": "decoder.layers.{}.mlp.experts.linear_fc1.weight0",
+    "model.layers.{}.mlp.experts.w2_weight": "decoder.layers.{}.mlp.experts.local_experts.0.linear_fc2.weight",
+    "model.layers.{}.mlp.shared_expert.gate_up_proj.weight": "decoder.layers.{}.mlp.shared_experts.linear_fc1.weight",
+    "model.norm.weight": "decoder.final_layernorm.weight",
+    "lm_head.weight": "output_layer.weight",
+}
+"""A mixture of experts, as SGLang names and fuses it → as megatron-core and Transformer Engine do."""
+HUGGING_FACE = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "experts.w13_weight": ("experts.0.gate_proj.weight", "experts.0.up_proj.weight"),
+    "experts.w2_weight": ("experts.0.down_proj.weight",),
+    "shared_expert.gate_up_proj": ("shared_expert.gate_proj", "shared_expert.up_proj"),
+}
+
+
+def mixture() -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Three layers under the names of SGLang, megatron-core and Hugging Face."""
+    draw = torch.Generator().manual_seed(2)
+    ours: dict[str, Tensor] = {}
+    cores: dict[str, Tensor] = {}
+    theirs: dict[str, Tensor] = {}
+    for name, core in SGLANG.items():
+        for layer in range(3) if "{}" in name else (0,):
+            tensor = torch.randn(12, 4, generator=draw)
+            ours[name.format(layer)] = cores[core.format(layer)] = tensor
+            fused = next((part for part in HUGGING_FACE if part in name), "")
+            parts = [name.replace(fused, part).format(layer) for part in HUGGING_FACE.get(fused, (fused,))]
+            theirs |= dict(zip(parts, tensor.chunk(len(parts)), strict=True))
+    return ours, cores, theirs
+
+
+def test_one_fingerprint_under_the_names_of_each_library_however_split():
+    ours, cores, theirs = mixture()
+    expected = fingerprint(digests(ours.items()))
+    assert fingerprint(digests(cores.items())) == fingerprint(digests(theirs.items())) == expected
+    shards = [digests((name, tensor.chunk(2)[rank]) for name, tensor in ours.items()) for rank in (0, 1)]
+    assert fingerprint(combined(shards)) == expected  # tensor parallel
+    first = {name: tensor for name, tensor in ours.items() if "layers.2" not in name and "head" not in name}
+    last = {name: tensor for name, tensor in ours.items() if name not in first}
+    assert fingerprint(combined([digests(first.items()), digests(last.items())])) == expected  # pipeline stages
+    assert place_of("model.visual.blocks.1.mlp.up_proj.weight") == place_of("visual.blocks.1.mlp.up_proj.weight")
+    assert place_of("visual.blocks.1.mlp.up_proj.weight") != place_of("model.layers.1.mlp.up_proj.weight")
+
+
+def test_two_tensors_that_change_places_change_the_fingerprint_under_all_names():
+    """Two layers exchanged, as by a pipeline offset, two kinds within one layer, and each other pair."""
+    for named in mixture():
+        of = digests(named.items())
+        whole = fingerprint(of)
+        same_place = set[str]()
+        for number, one in enumerate(names := [*of]):
+            for other in names[number + 1 :]:
+                if place_of(one) == place_of(other):
+                    same_place |= {one, other}
+                else:
+                    assert fingerprint({**of, one: of[other], other: of[one]}) != whole, (one, other)
+        assert all("q_proj" in n or "k_proj" in n or "v_proj" in n or "gate_p" in n or "up_p" in n for n in same_place)
+
+
+def test_a_head_that_shares_the_embedding_counts_as_none():
+    """Left out, sent under its own name, or held by another pipeline stage than the embedding."""
+    ours, cores, _ = mixture()
+    embedding = ours["model.embed_tokens.weight"]
+    tied = {name: tensor for name, tensor in ours.items() if name != "lm_head.weight"}
+    expected = fingerprint(digests(tied.items()))
+    assert fingerprint(digests({**ours, "lm_head.weight": embedding}.items())) == expected
+    assert fingerprint(digests({**cores, "output_layer.weight": embedding}.items())) == expected
+    assert fingerprint(digests(ours.items())) != expected
 
 
 def test_what_fingerprints_do_not_see():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import mismatch_plugin as mp
-from mismatch_plugin.config.documents import read_file, read_mapping
+from mismatch_plugin.config.documents import MAX_VALUES, read_file, read_mapping
 
 
 def write(folder: Path, text: str, name: str = "mismatch.yaml") -> Path:
@@ -50,9 +50,19 @@ def test_a_key_that_is_there_twice_is_refused_next_to_merge_keys_too(tmp_path: P
         read_mapping(write(tmp_path, '{"use_tis": true, "use_tis": false}', "a.json"))
 
 
+BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
+)
+MANY = f"more than {MAX_VALUES} keys and values, each alias .* counted in full"
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
+        (BOMB, MANY),
+        ("".join(f"key{i}: 1\n" for i in range(30_000)), MANY),
+        ("&a\ntis: *a", MANY),
+        ("tis: &a [*a]", MANY),
         ("tis: " + "[" * 15_000, "nested too deeply"),
         ("use_tis: true\n" + "#" * (1 << 20), "is larger than 1 MiB"),
         ("? [a]\n: 1", "unhashable key"),

@@ -93,6 +93,31 @@ def trl() -> dict[str, torch.Tensor]:
     }
 
 
+def skyrl() -> dict[str, torch.Tensor]:
+    """Its TrainingInputBatch as a dict: everything ends at the right."""
+    seen = [[1] * len(row) for row in WHOLE]
+    return {
+        "sequences": padded(WHOLE, 6, left=True),
+        "attention_mask": padded(seen, 6, left=True),
+        "response_mask": padded(ONES, 4, left=True),
+        "loss_mask": padded(MASKS, 4, left=True),
+        "rollout_logprobs": padded(ROLLOUT, 4, left=True),
+        "action_log_probs": padded(TRAIN, 4, left=True),
+        "advantages": padded(EACH, 4, left=True),
+    }
+
+
+def prime_rl() -> list[dict[str, Any]]:
+    """Lines of its token export: a whole sequence each, entry t of token t."""
+
+    def whole(rows: list[Any], fill: Any = 0.0) -> list[list[Any]]:
+        return [[fill] * len(prompt) + row for prompt, row in zip(PROMPTS, rows, strict=True)]
+
+    columns = {"token_ids": WHOLE, "loss_mask": whole([[bool(one) for one in row] for row in MASKS], False)}
+    columns |= {"inference_logprobs": whole(ROLLOUT), "trainer_logprobs": whole(TRAIN), "advantages": whole(EACH)}
+    return [{"step": 1, "rank": 0, **{name: values[at] for name, values in columns.items()}} for at in range(2)]
+
+
 def nemo() -> dict[str, torch.Tensor]:
     def whole(rows: list[Any]) -> torch.Tensor:
         return padded([[0.0] * len(prompt) + row for prompt, row in zip(PROMPTS, rows, strict=True)], 6)

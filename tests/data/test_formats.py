@@ -72,6 +72,8 @@ LEFT_OUT = "prompt ids are left out"
         ("a.pt", dumps.trl(), "trl", {}, ""),
         ("a.npz", dumps.trl(), "trl", {}, ""),
         ("a.parquet", TRL_ROWS, "trl", {}, ""),
+        ("a.pt", dumps.skyrl(), "skyrl", {}, ""),
+        ("a.jsonl", dumps.prime_rl(), "prime_rl", {}, "not read: rank"),
         *(
             ("a.jsonl", dumps.vllm(kind), "vllm", NEITHER, "as raw")
             for kind in ("completion", "chat", "output", "batch")
@@ -100,7 +102,7 @@ def test_the_two_samples_are_read_from_every_format(
     told = [None if sample.advantages is None else sample.advantages.tolist() for sample in dump.samples]
     assert told in (EACH, [None, None]) and (told == EACH) == ("advantages" in str(content))
     assert {sample.log_probs_of for sample in dump.samples} == {
-        {"trl": "filtered", "vllm": "raw"}.get(format, "tempered")
+        {"trl": "filtered", "vllm": "raw", "skyrl": "raw"}.get(format, "tempered")
     }
     set_by_hand = read(path, log_probs_of="raw", temperature=0.9)
     assert {(one.log_probs_of, one.temperature) for one in set_by_hand.samples} == {("raw", 0.9)}
@@ -234,6 +236,8 @@ def _without_text() -> list[dict[str, Any]]:
         ("a.pt", dumps.loop(advantages=[[1.0], [1.0, 1.0]]), "sample 0: advantages has 1 entries"),
         ("a.pt", dumps.loop(rollout_log_probs=[[-1.0] * 3]), "rollout_log_probs has 1 rows, response_ids 2"),
         ("a.pt", dumps.loop(response_length=[4, 2]), "has 3 tokens, its response_length is 4"),
+        ("a.pt", {"input_ids": WHOLE, "response_length": [9, 2], "rollout_log_probs": ROLLOUT},
+         "response_length 9 does not fit a sequence of 5 tokens"),
         ("a.pt", dumps.loop(response_length=[-1, 2]), "is -1: a length is a whole number"),
         ("a.pt", {"response_ids": torch.ones(2, 3, dtype=torch.long), "rollout_log_probs": torch.ones(2, 5)},
          "cannot be matched"),

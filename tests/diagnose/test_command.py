@@ -21,7 +21,7 @@ from tests.fixtures.sglang_check.policies import FOLDER, recorded, score, traini
 
 CLEAN = "bfloat16_temperature_1.0"
 RECORDS = FOLDER / f"{CLEAN}.jsonl"
-HOSTS = {"slime", "miles", "megatron-lm", "verl", "nemo-rl", "python"}
+HOSTS = {"slime", "miles", "megatron-lm", "verl", "nemo-rl", "trl", "skyrl", "prime-rl", "python"}
 
 
 def _inspect(*arguments: object) -> Result:
@@ -50,25 +50,6 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout) | {"folder": folder / "page"}
-
-
-def test_json_says_verdict_findings_predictions_and_flags(clean: dict[str, Any]) -> None:
-    assert clean["verdict"] == "normal" and clean["findings"] == []
-    assert clean["gate"]["passed"] and clean["gate"]["value"] < clean["gate"]["bar"] == 0.01
-    assert clean["metrics"]["rollout_corr/k3_kl"] == pytest.approx(clean["mismatch"]["k3_kl"], rel=1e-9)
-    own = clean["predictions"][0]
-    assert own["own"] and own["algorithm"] == 2 and own["settings"]["tis"]["upper_bound"] == 3.0
-    assert {"setting", "kept", "ess", "bias", "variance", "second_pass"} <= own.keys()
-    assert {0, 1, 2, 3} == {item["algorithm"] for item in clean["predictions"]}
-    advice = clean["recommendation"]
-    assert advice["preset"] == "seq_is" and set(advice["flags"]) == HOSTS and advice["reasons"]
-    assert "--mismatch-preset seq_is" in advice["flags"]["verl"]
-    assert next(item for item in clean["predictions"] if item["setting"] == advice["setting"])["kept"] == 1.0
-
-
-def test_the_page_is_written(clean: dict[str, Any]) -> None:
-    assert [path.name for path in clean["folder"].iterdir()] == ["report.html"]
-    assert "Normal" in (clean["folder"] / "report.html").read_text()
 
 
 def test_one_screen_with_the_verdict_first(tmp_path: Path) -> None:
@@ -205,6 +186,41 @@ def test_what_more_would_tell(tmp_path: Path) -> None:
     assert told["recommendation"]["preset"] != "token_icepop"  # no router shows, whatever tail the drift has
 
 
+def test_no_setting_contradicts_the_line_above_it(tmp_path: Path) -> None:
+    """Normal and small: disabled. Above normal for fp16, and small: none. Far: none, and the next command."""
+
+    def dump(spread: float) -> Path:
+        made = np.random.default_rng(0)
+        rollout = -made.exponential(0.7, (32, 200)) - 1e-3
+        trained = np.minimum(rollout + spread * made.normal(size=rollout.shape), 0.0)
+        np.savez(tmp_path / "a.npz", response_ids=made.integers(5, 9000, rollout.shape), rollout_log_probs=rollout,
+                 old_log_probs=trained, response_mask=np.ones(rollout.shape, dtype=int))  # fmt: skip
+        return tmp_path / "a.npz"
+
+    command = "a.npz --checkpoint NOW --reference-checkpoint START"
+    for spread, more, first, advised, next_step in (
+        (0.01, (), "NORMAL", True, False),
+        (0.03, ("--engine", "fp16"), "ABOVE NORMAL", False, True),
+        (0.06, (), "ABOVE NORMAL", True, True),
+        (0.8, (), "FAULT FOUND", False, True),
+    ):
+        said = _inspect(dump(spread), "--no-report", *more).output
+        assert said.startswith(first) and ("Recommended: " in said) == advised == ("--mismatch-preset" in said), said
+        assert ("Recommended: disabled" in said) == (first == "NORMAL") and (command in said) == next_step
+        assert "note: the dump tells no sampling temperature" in said, "what the reader assumed"
+    assert "so small a mismatch needs no correction" in _inspect(dump(0.03), "--no-report", "--engine", "fp16").output
+
+
+def test_padding_on_the_left_is_told(tmp_path: Path) -> None:
+    for mask, told in (([0, 0, 1, 1, 1], True), ([1, 1, 1, 0, 0], False)):
+        rows = [[-1.0 if one else 0.0 for one in mask]] * 60
+        columns = {"response_ids": [[7] * 5] * 60, "rollout_log_probs": rows, "old_log_probs": rows}
+        torch.save({name: torch.tensor(value) for name, value in columns.items()}
+                   | {"response_mask": torch.tensor([mask] * 60)}, tmp_path / "a.pt")  # fmt: skip
+        said = " ".join(_inspect(tmp_path / "a.pt", "--no-report").output.split())
+        assert ("in 60 of 60 responses the first token does not train: if they are padded on the left" in said) == told
+
+
 def test_a_rollout_side_alone_asks_for_the_other() -> None:
     result = _inspect(RECORDS, "--no-report")
     text = " ".join(result.stdout.split())
@@ -302,3 +318,17 @@ def test_what_the_user_knows_of_the_pair_counts(tmp_path: Path) -> None:
     assert told("--moe")["normal"][0]["pair"].startswith("MoE")
     assert told("--expensive-pass", "--one-step")["recommendation"]["preset"] == "pg_is"
     assert _inspect(RECORDS, path, "--engine", "fp12").exit_code == 2
+
+
+def test_json_says_verdict_findings_predictions_and_flags(clean: dict[str, Any]) -> None:
+    assert (clean["verdict"], clean["format"], clean["findings"]) == ("normal", "records", [])
+    assert clean["gate"]["passed"] and clean["gate"]["value"] < clean["gate"]["bar"] == 0.01
+    assert clean["metrics"]["rollout_corr/k3_kl"] == pytest.approx(clean["mismatch"]["k3_kl"], rel=1e-9)
+    own = clean["predictions"][0]
+    assert own["own"] and own["algorithm"] == 2 and own["settings"]["tis"]["upper_bound"] == 3.0
+    assert {"setting", "kept", "ess", "bias", "noise", "second_pass"} <= own.keys()
+    assert {0, 1, 2, 3} == {item["algorithm"] for item in clean["predictions"]}
+    advice = clean["recommendation"]
+    assert advice["preset"] == "seq_is" and set(advice["flags"]) == HOSTS and advice["reasons"]
+    assert "--mismatch-preset seq_is" in advice["flags"]["verl"]
+    assert next(item for item in clean["predictions"] if item["setting"] == advice["setting"])["kept"] == 1.0

@@ -16,7 +16,6 @@ from typer.testing import CliRunner, Result
 
 from mismatch_plugin.cli import app
 from mismatch_plugin.data.files import write_samples
-from mismatch_plugin.diagnose.scorers import Checkpoint
 from tests.fixtures.sglang_check.policies import FOLDER, policy, recorded, score, training
 from tests.fixtures.sglang_check.serving import serving
 
@@ -107,20 +106,6 @@ def test_a_checkpoint_is_a_training_side(checkpoint: Path):
     (finding,) = _found(FOLDER / "raw_temperature_0.7.jsonl", "--checkpoint", checkpoint)["findings"]
     assert (finding["fault"], finding["side"]) == ("temperature", "rollout")
     assert finding["statistics"]["temperature"] == pytest.approx(1.0, abs=0.01)
-
-
-@pytest.mark.parametrize("shown", [True, False])
-def test_a_checkpoint_is_loaded_without_progress_bars(checkpoint: Path, capfd: pytest.CaptureFixture[str], shown: bool):
-    from transformers.utils import logging
-
-    before = logging.is_progress_bar_enabled()
-    change = {True: logging.enable_progress_bar, False: logging.disable_progress_bar}
-    try:
-        change[shown]()
-        Checkpoint(checkpoint)
-        assert "%|" not in capfd.readouterr().err and logging.is_progress_bar_enabled() is shown
-    finally:
-        change[before]()
 
 
 def test_a_checkpoint_tells_which_side_is_wrong(checkpoint: Path, tmp_path: Path):

@@ -17,7 +17,7 @@ import mismatch_plugin as mp
 from mismatch_plugin.config.units import RS_LEVELS
 from mismatch_plugin.config.values import ignore_mismatch_warnings
 from mismatch_plugin.diagnose import page
-from mismatch_plugin.diagnose.levels import LEVELS, STATISTICS, bound_edges, bounds_for, histograms, levels_of, units_in
+from mismatch_plugin.diagnose.levels import LEVELS, bound_edges, bounds_for, histograms, levels_of, units_in
 from mismatch_plugin.diagnose.packing import packed_of
 from mismatch_plugin.diagnose.words import Controls, controls_of
 from tests import ragged
@@ -42,7 +42,7 @@ def kept(packed: mp.PackedSequences, level: str, lower: float, upper: float, gro
 @pytest.mark.parametrize("name", [*LEVELS, "turn_growing", "sequence_growing", "prefix_growing"])
 def test_bounds_of_a_level_keep_the_wished_share_and_hardly_more(name: str, wished: float):
     level, growth = name.removesuffix("_growing"), 0.5 * name.endswith("_growing")
-    lower, upper = bounds_for(PACKED, (wished,))[name][f"{wished * 100:g}%"]
+    lower, upper = bounds_for(PACKED, {"": wished})[name][""]
     units, found = len(units_in(level, PACKED).log_ratio_U), kept(PACKED, level, lower, upper, growth)
     # Rounding outwards and whole units let in a little more.
     assert wished - 1e-12 <= found <= wished + 2 / units + 0.003
@@ -51,23 +51,22 @@ def test_bounds_of_a_level_keep_the_wished_share_and_hardly_more(name: str, wish
 
 
 @pytest.mark.parametrize("wished", [0.5, 0.99])
-@pytest.mark.parametrize("criterion", STATISTICS, ids="_".join)
-def test_the_bound_of_a_statistic_keeps_the_wished_share(criterion: tuple[str, str], wished: float):
-    aggregate, statistic = criterion
-    lower, upper = bounds_for(PACKED, (wished,))["_".join(criterion)][f"{wished * 100:g}%"]
-    by_token, shares = aggregate == "token", []
+@pytest.mark.parametrize(("aggregate", "statistic"), [("sequence_mean", "k3"), ("sequence_max", "k2")])
+def test_the_bound_of_a_statistic_keeps_the_wished_share(aggregate: str, statistic: str, wished: float):
+    lower, upper = bounds_for(PACKED, {"": wished})[f"{aggregate}_{statistic}"][""]
+    shares = []
     for bound in (upper, upper / 1.1):
         rule = {"aggregate": aggregate, "statistic": statistic, "upper_bound": bound}
         metrics = mp.correct(PACKED, mp.MismatchConfig.build({"rs": {"criteria": [rule]}})).statistics.metrics()
-        shares.append(metrics[f"rollout_corr/accepted_{'token' if by_token else 'seq'}_fraction"])
-    units = sum(PACKED.lengths) if by_token else len(PACKED.lengths)
-    assert lower == 0.0 and wished - 1e-12 <= shares[0] <= wished + 1 / units + 0.003 and shares[1] < shares[0]
+        shares.append(metrics["rollout_corr/accepted_seq_fraction"])
+    most = wished + 1 / len(PACKED.lengths) + 0.003
+    assert lower == 0.0 and wished - 1e-12 <= shares[0] <= most and shares[1] < shares[0]
 
 
 def test_bounds_by_hand():
     gaps = [0.001 * at for at in range(-50, 50)]  # −0.05 … 0.049
     hundred, _ = packed_of(batch_of([[-2.0] * 100], [[-2.0 + gap for gap in gaps]]))
-    found = bounds_for(hundred, (0.9, 1.0))["token"]
+    found = bounds_for(hundred, {"90%": 0.9, "100%": 1.0})["token"]
     assert found["100%"] == pytest.approx((math.exp(-0.05), math.exp(0.049)), rel=1e-4)
     # They are short numbers, and lie outside of what they keep.
     assert found["90%"] == (0.95599, 1.04499) and kept(hundred, "token", *found["90%"]) == 0.9
@@ -82,7 +81,7 @@ def test_bounds_by_hand():
     huge = mp.PackedSequences.from_lists(
         rollout_log_probs=[torch.full((2,), -1.0).double()] * 4, old_log_probs=rows, loss_masks=[[1, 1]] * 4
     )
-    found = bounds_for(huge, (1.0, 0.5))["sequence_max_k2"]
+    found = bounds_for(huge, {"100%": 1.0, "50%": 0.5})["sequence_max_k2"]
     assert found["100%"] == (0.0, math.inf) and 0.0 < found["50%"][1] < 1.0
 
 
@@ -91,7 +90,7 @@ def test_bounds_by_hand():
 def test_any_batch_keeps_what_is_promised(batch: ragged.Batch, wished: float):
     packed = batch.packed()
     for level in levels_of(packed):
-        lower, upper = bounds_for(packed, (wished,))[level][f"{wished * 100:g}%"]
+        lower, upper = bounds_for(packed, {"": wished})[level][""]
         if lower > 0 and upper < math.inf:  # else mask mode ends at e^±20
             assert lower <= 1.0 <= upper and kept(packed, level, lower, upper) >= wished - 1e-12
 

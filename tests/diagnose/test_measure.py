@@ -26,33 +26,6 @@ def names(size: Size, what: str) -> dict[str, int]:
     return {group.name: group.tokens for group in size.breakdowns[what]}
 
 
-def test_metrics_are_those_that_training_reports(monkeypatch: pytest.MonkeyPatch):
-    batch = drawn()
-    packed, _ = packed_of(batch)
-    metrics, size = measure(batch, CONFIG)
-    assert metrics == mp.correct(packed, CONFIG.replace(metrics="full")).statistics.metrics()
-    by_hand = batch.tokens.gap
-    assert metrics["rollout_corr/kl"] == pytest.approx(-by_hand.mean())
-    assert metrics["rollout_corr/k3_kl"] == pytest.approx((np.expm1(by_hand) - by_hand).mean())
-    assert measure(batch, CONFIG, packed) == (metrics, size), "the packed batch may be given"
-    # What nothing tells has no breakdown.
-    assert set(size.breakdowns) == {"position", "length", "probability"} and size.separated == {}
-    # They do not depend on the pieces.
-    monkeypatch.setattr(packing.pieces, "__defaults__", (37,))
-    assert measure(batch, CONFIG)[0] == pytest.approx(metrics, rel=1e-9, abs=1e-12)
-
-
-def test_what_judges_the_current_policy_is_that_of_the_first_step():
-    batch, current = drawn(), CONFIG.replace(rs={"criteria": ["token:k3:1e-5"], "policy": "current"})
-    metrics, _ = measure(batch, current)
-    other, _ = measure(batch, current.replace(rs={"policy": "auto"}))
-    share = "rollout_corr/accepted_token_fraction"
-    assert metrics[share] == pytest.approx(other[share]) and other[share] < 1
-    nothing = mp.MismatchConfig(rs=mp.Rejection.model_validate({"criteria": ["token:ratio:50:60"]}))
-    metrics, _ = measure(batch, nothing)
-    assert metrics[share] == 0.0 and metrics["rollout_corr/all_rejected"] == 1.0
-
-
 def test_a_bucket_by_hand():
     batch = batch_of([[-1.0, -2.0]], [[-0.9, -2.2]])
     (group,) = measure(batch, CONFIG)[1].breakdowns["length"]
@@ -140,43 +113,17 @@ def test_the_distribution_of_few_of_equal_and_of_far_tokens():
         measure(batch_of([[math.nan]], [[-1.5]]), CONFIG)
 
 
-# What is stale.
-
-
-def k3(gap: float) -> float:
-    return math.expm1(gap) - gap
-
-
-def of_versions(gaps: dict[str, float], tokens: int, trainer: str | None = "v5") -> dict[str, float]:
-    """What is separated of one response a version, each with one gap at all of its tokens."""
-    spans = [{"weight_versions": (WeightSpan(version=v, start=0, end=tokens),), "trainer_version": trainer}
-             for v in gaps]  # fmt: skip
-    training = [[-2.0 + gap] * tokens for gap in gaps.values()]
-    return measure(batch_of([[-2.0] * tokens] * len(gaps), training, spans), CONFIG)[1].separated
-
-
-def test_tokens_of_the_same_weights_show_the_engines_alone_else_the_line_is_followed_to_staleness_0():
-    engines = {"engine_abs": 0.01, "engine_k3": k3(0.01)}
-    stale = {"stale_abs": 0.1, "stale_k3": k3(0.1), "staleness_k3": (k3(0.1) - k3(0.01)) / 2}
-    assert of_versions({"v5": 0.01, "v3": 0.1}, 4) == pytest.approx(engines | stale)
-    assert of_versions({"v5": 0.01}, 4) == pytest.approx(engines | {"staleness_k3": 0.0})
-    for gaps in ((0.1, 0.2), (0.1, 0.12)):
-        slope, mean = k3(gaps[1]) - k3(gaps[0]), (k3(gaps[0]) + k3(gaps[1])) / 2
-        engine = max(k3(0.1) - slope, 0.0)
-        line = {"engine_k3": engine, "staleness_k3": mean - engine, "k3_per_step": slope}
-        assert of_versions(dict(zip(("v4", "v3"), gaps, strict=True)), 200) == pytest.approx(line)
-        assert (engine > 0) == (gaps[1] == 0.12)
-
-
-@pytest.mark.parametrize(
-    ("versions", "tokens", "trainer"),
-    [
-        ({"v4": 0.1, "v3": 0.2}, 99, "v5"),  # too few tokens of each
-        ({"v4": 0.1}, 500, "v5"),  # one staleness is no line
-        ({"v5": 0.1, "v4": 0.2}, 500, None),  # the trainer's version is not known
-        ({"red": 0.1, "blue": 0.2}, 500, "v5"),
-        ({"v5": 0.1, "v4": 0.2}, 500, "green"),
-    ],
-)
-def test_where_versions_do_not_tell_nothing_is_separated(versions: dict[str, float], tokens: int, trainer: str | None):
-    assert of_versions(versions, tokens, trainer) == {}
+def test_metrics_are_those_that_training_reports(monkeypatch: pytest.MonkeyPatch):
+    batch = drawn()
+    packed, _ = packed_of(batch)
+    metrics, size = measure(batch, CONFIG)
+    assert metrics == mp.correct(packed, CONFIG.replace(metrics="full")).statistics.metrics()
+    by_hand = batch.tokens.gap
+    assert metrics["rollout_corr/kl"] == pytest.approx(-by_hand.mean())
+    assert metrics["rollout_corr/k3_kl"] == pytest.approx((np.expm1(by_hand) - by_hand).mean())
+    assert measure(batch, CONFIG, packed) == (metrics, size), "the packed batch may be given"
+    # What nothing tells has no breakdown.
+    assert set(size.breakdowns) == {"position", "length", "probability"}
+    # They do not depend on the pieces.
+    monkeypatch.setattr(packing.pieces, "__defaults__", (37,))
+    assert measure(batch, CONFIG)[0] == pytest.approx(metrics, rel=1e-9, abs=1e-12)

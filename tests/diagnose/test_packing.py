@@ -15,7 +15,8 @@ from mismatch_plugin.diagnose.packing import groups_of, packed_of, pieces
 from tests.diagnose.dumps import batch_of, drawn
 
 NAN = math.nan
-NO_ADVANTAGES = "there are no advantages, and no reward of every response: predictions take 1"
+ONE = "predictions take 1, without settings whose criteria depend on the advantage"
+NO_ADVANTAGES = f"there are no advantages, and no reward of every response: {ONE}"
 
 
 def advantages_of(responses: list[dict[str, Any]]) -> tuple[Any, str]:
@@ -70,8 +71,8 @@ def test_advantages_are_rewards_normalised_within_group_prompt_or_batch():
         ([{}, {}], NO_ADVANTAGES),
         ([{"reward": 1.0}, {}], NO_ADVANTAGES),
         ([{"reward": 1.0}, {"reward": NAN}], NO_ADVANTAGES),
-        ([{"reward": 0.1}] * 3, "rewards are the same within each prompt: there is no advantage, predictions take 1"),
-        ([{"advantages": np.zeros(2)}], "all advantages are 0, which trains nothing: predictions take 1"),
+        ([{"reward": 0.1}] * 3, f"rewards are the same within each prompt: {ONE}"),
+        ([{"advantages": np.zeros(2)}], f"all advantages are 0, which trains nothing: {ONE}"),
         ([{"advantages": np.ones(2)}, {}], f"some tokens have no advantage, so none is used; {NO_ADVANTAGES}"),
         ([{"advantages": np.full(2, 2.0)}], ""),
         ([{"advantages": np.array([1.0, NAN])}], f"some tokens have no advantage, so none is used; {NO_ADVANTAGES}"),

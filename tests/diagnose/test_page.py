@@ -49,7 +49,7 @@ class Tags(HTMLParser):
 
 
 def write(of: Diagnosis, folder: Path) -> tuple[str, Tags]:
-    html = write_page(of, folder / "report.html").read_text(encoding="utf-8")
+    html = write_page(of, folder / "report.html", host="slime").read_text(encoding="utf-8")
     return html, Tags(html)
 
 
@@ -67,7 +67,7 @@ def hostile() -> Diagnosis:
     cause = finding("quantised", confidence="likely", evidence=HOSTILE, fix=HOSTILE,
                   first=Place(sample=0, sample_id=HOSTILE, rollout=math.nan))  # fmt: skip
     group = Group(name=HOSTILE, tokens=1, abs_mean=math.nan, kl=-math.inf, k3_kl=0.0, ess=math.nan)
-    size = base.size.model_copy(update={"breakdowns": {HOSTILE: (group,)}, "separated": {HOSTILE: math.nan}})
+    size = base.size.model_copy(update={"breakdowns": {HOSTILE: (group,)}})
     first = base.predictions[0].model_copy(update={"setting": HOSTILE, "ess": math.nan, "bias": math.inf})
     changes = {"source": HOSTILE, "format": HOSTILE, "findings": (cause,), "size": size, "notes": (HOSTILE,),
                "predictions": (first, *base.predictions[1:]), "metrics": {HOSTILE: math.inf}, "headline": HOSTILE,

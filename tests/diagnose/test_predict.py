@@ -16,10 +16,10 @@ import mismatch_plugin as mp
 from mismatch_plugin.config.presets import PRESETS
 from mismatch_plugin.config.values import ignore_mismatch_warnings
 from mismatch_plugin.core.loss import token_loss
+from mismatch_plugin.diagnose.levels import bounds_for
 from mismatch_plugin.diagnose.packing import Groups, subset
-from mismatch_plugin.diagnose.predict import predict, predict_settings
+from mismatch_plugin.diagnose.predict import OWN, left_out, measurable, predict, predict_one, settings_for
 from mismatch_plugin.diagnose.result import Prediction
-from mismatch_plugin.diagnose.tried import OWN, left_out, measurable, setting_of, settings_for
 from tests import ragged
 
 OURS = mp.MismatchConfig(
@@ -52,8 +52,6 @@ def agrees(item: Prediction, metrics: dict[str, float], config: mp.MismatchConfi
     if config.weighted:
         ess = {"token": "", "unit": "unit_", "sequence": "seq_"}[item.unit] + "eff_sample_size"
         told |= {f"{after}mean": item.mean_weight, f"{after}max": item.max_weight, f"{after}{ess}": item.ess}
-    if config.policy_objective != "reinforce":
-        told["pg_clipfrac"] = item.clipped
     signs = {"negative": item.kept_negative, "positive": item.kept_positive}
     told |= {f"accepted_by_advantage_{sign}": kept for sign, kept in signs.items() if kept is not None}
     for name, value in told.items():
@@ -61,11 +59,11 @@ def agrees(item: Prediction, metrics: dict[str, float], config: mp.MismatchConfi
 
 
 PACKED = random_batch()
-SETTINGS = [*settings_for(PACKED, OURS)]
+SETTINGS = [*settings_for(PACKED, OURS, bounds_for(PACKED))]
 
 
-def by_gradient(packed: mp.PackedSequences, config: mp.MismatchConfig) -> tuple[float, float, float]:
-    """(variance, bias, noise) with w A taken from the gradient of the loss, and plain sums."""
+def by_gradient(packed: mp.PackedSequences, config: mp.MismatchConfig) -> tuple[float, float]:
+    """(bias, noise) with w A taken from the gradient of the loss, and plain sums."""
     assert packed.old_log_probs is not None and packed.rollout_log_probs is not None and packed.advantages is not None
     current = packed.old_log_probs.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(token_loss(current, packed, config).policy.sum(), current)
@@ -88,24 +86,23 @@ def by_gradient(packed: mp.PackedSequences, config: mp.MismatchConfig) -> tuple[
     reference = logs.clamp(-20, 20).exp() * a
     bias = float((x - reference).sum().abs() / reference.abs().sum())
     if not x.any():
-        return math.inf, bias, math.inf
+        return bias, math.inf
     noise = float((x**2).sum() / x.abs().sum() ** 2) / float((a**2).sum() / a.abs().sum() ** 2)
-    variance = float(((x - x.mean()) ** 2).sum() / x.abs().sum() ** 2)
-    return variance, bias, noise
+    return bias, noise
 
 
 def test_every_setting_is_a_file_and_equals_what_training_reports_and_the_gradient(tmp_path: Path):
     assert PACKED.old_log_probs is not None
     predicted, file = predict(PACKED, OURS), tmp_path / "mismatch.json"
-    assert [item.setting for item in predicted] == [setting.name for setting in SETTINGS]
-    for item, setting in zip(predicted, SETTINGS, strict=True):
+    assert [item.setting for item in predicted] == [name for name, _, _ in SETTINGS]
+    for item, (_, _, config) in zip(predicted, SETTINGS, strict=True):
         file.write_text(json.dumps(item.settings))
         with ignore_mismatch_warnings():
-            config = setting.config.replace(metrics="full")
-            assert mp.MismatchConfig.from_file(file) == setting.config
+            assert mp.MismatchConfig.from_file(file) == config
+            config = config.replace(metrics="full")
         result = mp.policy_loss(PACKED.old_log_probs.clone().requires_grad_(), PACKED, config)
         agrees(item, result.statistics.metrics(), config)
-        assert (item.variance, item.bias, item.noise) == pytest.approx(by_gradient(PACKED, config), rel=1e-9), item
+        assert (item.bias, item.noise) == pytest.approx(by_gradient(PACKED, config), rel=1e-9), item
         assert item.algorithm == config.algorithm and item.second_pass == (config.algorithm in (0, 2))
     # The user's own settings come first, then the presets, those without defaults with parameters from the data.
     names = [item.setting for item in predicted]
@@ -117,8 +114,7 @@ def test_every_setting_is_a_file_and_equals_what_training_reports_and_the_gradie
             assert "keeps 99%)" in item.setting and 0.9 < item.kept < 1.0, item
     # The clip of an objective acts in the first step of bypass.
     found = {item.setting: item for item in predicted}
-    gspo, ppo = found["algorithm 1, objective gspo"], found["bypass_ppo_clip"]
-    assert gspo.clipped > 2 * ppo.clipped > 0.0 and found["algorithm 1, objective cispo"].ess > gspo.ess
+    assert found["algorithm 1, objective cispo"].ess > found["algorithm 1, objective gspo"].ess
 
 
 @settings(max_examples=60, deadline=None)
@@ -126,16 +122,15 @@ def test_every_setting_is_a_file_and_equals_what_training_reports_and_the_gradie
 def test_any_configuration_equals_what_training_reports(batch: ragged.Batch, config: mp.MismatchConfig):
     packed = batch.packed()
     assert packed.old_log_probs is not None and packed.advantages is not None
-    (item,) = predict_settings(packed, [setting_of(OWN, config)])
+    item = predict_one(packed, config)
     with ignore_mismatch_warnings():
         config = config.replace(metrics="full", dry_run=False)
     result = mp.policy_loss(packed.old_log_probs.clone().requires_grad_(), packed, config)
     agrees(item, result.statistics.metrics(), config)
-    assert 0.0 <= item.kept <= 1.0 and 0.0 <= item.ess <= 1.0 + 1e-12 and 0.0 <= item.clipped <= 1.0
+    assert 0.0 <= item.kept <= 1.0 and 0.0 <= item.ess <= 1.0 + 1e-12
     assert (item.kept == 0.0) <= (item.ess == 0.0) and item.bias >= 0.0
-    if not math.isinf(item.variance) and (packed.advantages[packed.loss_mask].abs() > 1e-3).all():
-        variance, bias, _ = by_gradient(packed, config)
-        assert (item.variance, item.bias) == pytest.approx((variance, bias), rel=1e-6, abs=1e-9)
+    if not math.isinf(item.noise) and (packed.advantages[packed.loss_mask].abs() > 1e-3).all():
+        assert (item.bias, item.noise) == pytest.approx(by_gradient(packed, config), rel=1e-6, abs=1e-9)
 
 
 HAND = mp.PackedSequences.from_lists(
@@ -151,7 +146,7 @@ HAND = mp.PackedSequences.from_lists(
 
 
 def of_hand(packed: mp.PackedSequences = HAND, **fields: Any) -> Prediction:
-    return predict_settings(packed, [setting_of("hand", mp.MismatchConfig(**fields))])[0]
+    return predict_one(packed, mp.MismatchConfig(**fields))
 
 
 def test_token_weights_by_hand():
@@ -160,10 +155,9 @@ def test_token_weights_by_hand():
     assert (item.kept, item.kept_positive, item.kept_negative, item.unit) == (1.0, 1.0, 1.0, "token")
     assert (item.mean_weight, item.max_weight) == pytest.approx((1.25, 2.0))
     assert item.ess == pytest.approx(5.0**2 / (4 * (1 + 2.25 + 0.25 + 4)))
-    assert item.variance == pytest.approx((1 + 2.25 + 0.25 + 16 - 4 * 0.25**2) / 7.0**2)
     assert item.noise == pytest.approx((19.5 / 7.0**2) / (7.0 / 5.0**2))
     assert item.bias == pytest.approx(4.0 / 11.0)
-    assert item.second_pass and item.clipped == 0.0
+    assert item.second_pass
 
 
 def test_sequence_weights_by_hand():
@@ -171,7 +165,7 @@ def test_sequence_weights_by_hand():
     # the second response is rejected; Σ w A = 3 · 0.75; Σ ρ A = 2.25 − 8
     assert (item.kept, item.kept_positive, item.kept_negative, item.unit) == (0.75, 1.0, 0.0, "sequence")
     assert (item.mean_weight, item.max_weight, item.ess) == pytest.approx((0.75, 0.75, 0.5))
-    assert item.variance == pytest.approx((2.25**2 - 2 * 1.125**2) / 2.25**2)
+    assert item.noise == pytest.approx(1.0 / ((3.0**2 + 2.0**2) / 5.0**2))
     assert item.bias == pytest.approx(8.0 / 10.25)
 
 
@@ -184,55 +178,23 @@ def test_the_bias_is_that_of_the_bounds_and_does_not_see_the_level_s_own(level: 
     assert "0 does not mean unbiased" in page
 
 
-def test_no_weights_a_clip_nothing_left_and_a_dry_run_by_hand():
-    item = of_hand()
-    assert (item.kept, item.mean_weight, item.max_weight, item.ess, item.noise) == pytest.approx((1, 1, 1, 1, 1))
-    assert item.bias == pytest.approx(6.0 / 11.0)  # Σ (1 − ρ) A = 0 − 0.5 + 0.5 + 6
-    item = of_hand(use_rollout_log_probs=True)
-    # clipped: ρ 1.5 > 1.2 with A > 0; not ρ 0.5 with A > 0, nor ρ 4 with A < 0: w = 1, 0, 0.5, 4
-    assert (item.clipped, item.max_weight, item.mean_weight) == pytest.approx((0.25, 4.0, 5.5 / 4))
-    assert (item.bias, item.second_pass) == (pytest.approx(1.5 / 11.0), False)
-    item = of_hand(rs={"criteria": ["token:ratio:50:60"]})
-    assert (item.kept, item.kept_positive, item.mean_weight, item.max_weight, item.ess) == (0.0, 0.0, 0.0, 0.0, 0.0)
-    assert math.isinf(item.variance) and math.isinf(item.noise) and item.bias == pytest.approx(5.0 / 11.0)
-    assert Prediction.model_validate_json(item.model_dump_json()) == item
-    tis = {"level": "token", "mode": "mask", "upper_bound": 1.2}
-    dry, wet = (of_hand(use_tis=True, tis=tis, dry_run=dry) for dry in (True, False))
-    assert dry.kept == wet.kept == 0.25 and dry.model_copy(update={"settings": wet.settings}) == wet
-
-
-def test_one_token_and_huge_advantages():
-    single = mp.PackedSequences.from_lists(
-        rollout_log_probs=[[-1.0]], old_log_probs=[[-1.1]], loss_masks=[[1]], advantages=[0.5]
-    )
-    for item in predict(single):
-        assert item.kept in (0.0, 1.0) and item.kept_by_length == ()
-        assert item.variance == pytest.approx(0.0, abs=1e-12) if item.kept else math.isinf(item.variance)
-    signs = torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64).repeat(sum(PACKED.lengths))[: sum(PACKED.lengths)]
-    small, huge = (predict(PACKED.replace(advantages=signs * scale)) for scale in (1.0, 1e308))
-    assert [item.variance for item in small] == pytest.approx([item.variance for item in huge])
-    assert [item.bias for item in small] == pytest.approx([item.bias for item in huge])
-
-
 def test_without_advantages_they_count_as_one():
     packed = HAND.replace(advantages=None)
     item = of_hand(packed, use_tis=True, tis={"level": "token", "mode": "clip", "upper_bound": 2.0})
     assert item.kept_positive is None and item.kept_negative is None
     assert item.noise == pytest.approx(1.0 / item.ess)
-    assert item.variance == pytest.approx((1.0 / item.ess - 1.0) / 4)
     assert item.bias == pytest.approx(2.0 / 7.0)
     with_ones = HAND.replace(advantages=torch.ones(4, dtype=torch.float64))
     other = of_hand(with_ones, use_tis=True, tis={"level": "token", "mode": "clip", "upper_bound": 2.0})
     assert other.kept_positive == 1.0 and other.kept_negative is None  # there is no such token
-    assert other.variance == item.variance
+    assert other.noise == item.noise
 
 
-def test_without_advantages_nothing_with_a_condition_is_predicted_and_it_is_said():
+def test_without_advantages_nothing_with_a_condition_is_predicted():
     conditional, without = {"opsm", "dppo_tv", "dppo_kl"}, PACKED.replace(advantages=None)
-    assert conditional <= {setting.name.split(",")[0] for setting in SETTINGS}
-    assert not conditional & {setting.name.split(",")[0] for setting in settings_for(without)}
-    (note,) = left_out(without, None, True)
-    assert all(name in note for name in conditional) and left_out(PACKED, None, True) == ()
+    assert conditional <= {name.split(",")[0] for name, _, _ in SETTINGS}
+    assert not conditional & {name.split(",")[0] for name, _, _ in settings_for(without, None, bounds_for(without))}
+    assert left_out(PACKED, None, True) == ()
 
 
 def test_of_more_tokens_whole_responses_are_drawn():
@@ -264,10 +226,10 @@ def test_kept_by_length_is_of_thirds():
 
 
 def test_limits_on_staleness_are_those_between_the_versions_that_are_there():
-    names = [name for name in (setting.name for setting in SETTINGS) if "max_staleness" in name]
+    names = [name for name, _, _ in SETTINGS if "max_staleness" in name]
     assert names == [f"algorithm {number}, max_staleness {most}" for most in (0, 1, 2) for number in (0, 2)]
     for batch in (PACKED.replace(weight_versions=None), PACKED.replace(trainer_version=None)):
-        assert not any("max_staleness" in setting.name for setting in settings_for(batch))
+        assert not any("max_staleness" in name for name, _, _ in settings_for(batch, None, bounds_for(batch)))
     assert PACKED.weight_versions is not None
     item = of_hand(PACKED, rs={"max_staleness": 1})
     versions = PACKED.weight_versions[PACKED.loss_mask]
@@ -293,18 +255,28 @@ def test_what_excluding_the_rejected_changes_in_their_groups_by_hand():
     groups = Groups(torch.tensor([1.0, 1, 0, 0, 1, 0], dtype=torch.float64), [1, 1, 1, 1, 2, 2])
     rules = {"criteria": ["token:k2:0.5"]}
     keep, exclude = (
-        predict_settings(packed, [setting_of("", mp.MismatchConfig.build({"rs": {**rules, "group": group}}))], groups)[
-            0
-        ]
+        predict_one(packed, mp.MismatchConfig.build({"rs": {**rules, "group": group}}), "", groups)
         for group in ("keep", "exclude")
     )
-    # The second response is rejected: of two groups one changes, of five accepted responses three do.
-    assert (keep.groups_changed, keep.advantages_changed) == pytest.approx((0.5, 0.6))
+    assert keep.groups_changed == 0.5  # the second response is rejected
     assert (keep.kept_positive, keep.kept_negative) == pytest.approx((2 / 3, 1.0))
-    # Advantages 1.155, 0, −0.577, −0.577 and ±0.707.
-    assert (exclude.kept_positive, exclude.kept_negative) == (1.0, 1.0)
-    square = 1.1547**2 + 2 * 0.57735**2 + 2 * 0.70711**2
-    total = 1.1547 + 2 * 0.57735 + 2 * 0.70711
-    assert exclude.variance == pytest.approx(square / total**2, rel=1e-3)
-    plain = predict_settings(packed, [setting_of("", mp.MismatchConfig())], groups)[0]
-    assert plain.groups_changed is None and plain.advantages_changed is None
+    # Advantages 1.155, 0, −0.577, −0.577 and ±0.707: what is rejected has none to lose.
+    assert (exclude.kept_positive, exclude.kept_negative, exclude.noise) == pytest.approx((1.0, 1.0, 1.0))
+    assert predict_one(packed, mp.MismatchConfig(), "", groups).groups_changed is None
+
+
+def test_no_weights_a_clip_nothing_left_and_a_dry_run_by_hand():
+    item = of_hand()
+    assert (item.kept, item.mean_weight, item.max_weight, item.ess, item.noise) == pytest.approx((1, 1, 1, 1, 1))
+    assert item.bias == pytest.approx(6.0 / 11.0)  # Σ (1 − ρ) A = 0 − 0.5 + 0.5 + 6
+    item = of_hand(use_rollout_log_probs=True)
+    # clipped: ρ 1.5 > 1.2 with A > 0; not ρ 0.5 with A > 0, nor ρ 4 with A < 0: w = 1, 0, 0.5, 4
+    assert (item.max_weight, item.mean_weight) == pytest.approx((4.0, 5.5 / 4))
+    assert (item.bias, item.second_pass) == (pytest.approx(1.5 / 11.0), False)
+    item = of_hand(rs={"criteria": ["token:ratio:50:60"]})
+    assert (item.kept, item.kept_positive, item.mean_weight, item.max_weight, item.ess) == (0.0, 0.0, 0.0, 0.0, 0.0)
+    assert math.isinf(item.noise) and item.bias == pytest.approx(5.0 / 11.0)
+    assert Prediction.model_validate_json(item.model_dump_json()) == item
+    tis = {"level": "token", "mode": "mask", "upper_bound": 1.2}
+    dry, wet = (of_hand(use_tis=True, tis=tis, dry_run=dry) for dry in (True, False))
+    assert dry.kept == wet.kept == 0.25 and dry.model_copy(update={"settings": wet.settings}) == wet

@@ -36,17 +36,6 @@ def lines(*rows: Mapping[str, object]) -> str:
 # Names and steps.
 
 
-@pytest.mark.parametrize("before", ["", "train/", "actor/metrics/", "my run, no. 2 - train/"])
-def test_names_may_have_anything_before_them(tmp_path: Path, before: str) -> None:
-    rows = [
-        {"step": 3, f"{before}{KL}": 0.1, "loss": 2.0},
-        {"step": 4, "val/acc": 1.0},
-        {"step": 5, f"{before}{KL}": 0},
-    ]
-    source = read_source(write(tmp_path, "history.jsonl", lines(*rows)))
-    assert source.rows == ({KL: 0.1}, {KL: 0.0}) and source.numbers == (3.0, 5.0) and source.notes == ()
-
-
 def test_a_jsonl_export_of_wandb(tmp_path: Path) -> None:
     """`run.history()` as lines: every column in every row, null where nothing was logged, NaN as text."""
     own = {"_runtime": 3.5, "_timestamp": 1.7e9}
@@ -175,6 +164,14 @@ def test_what_other_trainers_record_is_read_and_judged(tmp_path: Path, trainer: 
         expected = {GAP: 0.01 * times} if trainer in ("slime", "TRL") else {K3: 8e-4 * times}
         assert {name: source.rows[0][name] for name in (K3, GAP) if name in source.rows[0]} == pytest.approx(expected)
         assert "metrics of the trainer itself are read under our names" in source.notes[0]
+        if verdict == "normal" and K3 in source.rows[0]:  # its own launch line, where it has one
+            lines_of = {"NeMo-RL": "run_grpo.py", "verl": "main_ppo", "slime, mis.py": "train.py"}
+            said = inspected(path, "--no-pictures")[1]
+            if trainer == "prime-rl":  # it has no algorithm 0, and says so in place of flags
+                assert "algorithm 0 cannot be had on prime-rl" in said and "<" not in said
+                continue
+            assert "--mismatch-preset disabled" in said and lines_of[trainer] in said
+            assert ("mismatch_plugin.launch" in said) == (trainer in lines_of)
 
 
 def test_names_of_others_are_documented_and_ours_come_first(tmp_path: Path) -> None:
@@ -219,7 +216,7 @@ def test_tensorboard_events(tmp_path: Path, new_style: bool, monkeypatch: pytest
     os.mkfifo(folder / "events.out.tfevents.2.pipe")
     with pytest.raises(ValueError, match="is a pipe, not a regular file"):
         read_source(folder)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_accumulator", None)
     with pytest.raises(ValueError, match=r"tensorboard is not installed: pip install 'mismatch-plugin\[lab\]'"):
         read_source(tmp_path / "other")
 
@@ -233,33 +230,28 @@ def test_a_resumed_run_is_one_run_and_two_runs_are_refused(tmp_path: Path) -> No
     assert source.numbers == (1.0, 2.0, 3.0, 4.0, 5.0)
     assert [row[KL] for row in source.rows] == [0.25, 0.5, 5.75, 6.0, 6.25]
     (note,) = source.notes
-    assert note.startswith("1 steps are in events") and note.endswith("those of the later file count")
+    assert note.startswith("1 steps before a resume are in events") and note.endswith(".b again: its own count")
     body = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path / "overlap"), "--json", "--no-pictures"]).output)
     assert body["notes"] == [note]
-    events(tmp_path / "purged", suffix=".a")  # a writer that purges says itself from where it goes on
+    events(tmp_path / "purged", suffix=".a")
     source = read_source(events(tmp_path / "purged", start=2, shift=5.0, suffix=".b", purge_step=2))
-    assert [row[KL] for row in source.rows] == [0.25, 5.5, 5.75, 6.0] and source.notes == ()
+    assert [row[KL] for row in source.rows] == [0.25, 5.5, 5.75, 6.0]
     events(tmp_path / "two", suffix=".first")
     events(tmp_path / "two", shift=5.0, suffix=".second")
-    says = r"tfevents.*\.first and .*\.second both hold 3 steps, and neither goes on .* Give one of the files"
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=r"tfevents.*\.second begins at step 1, as an earlier file does\. Two runs"):
         read_source(tmp_path / "two")
     (second,) = (tmp_path / "two").glob("*.second")
     assert read_source(second).rows == ({KL: 5.25}, {KL: 5.5}, {KL: 5.75})
 
 
-def test_damaged_events_are_named(tmp_path: Path) -> None:
+def test_events_are_read_up_to_where_they_are_cut(tmp_path: Path) -> None:
     (path,) = events(tmp_path).iterdir()
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-5])  # its writer was killed: the last event is lost
+    path.write_bytes(path.read_bytes()[:-5])  # its writer was killed: the last event is lost
     assert len(read_source(tmp_path).rows) == 3
-    for data, count in ((b"no events at all", "0"), (whole[:9], "0"), (whole[:-30] + b"??" + whole[-28:], r"[1-9]\d*")):
+    for data in (b"no events at all", b""):
         path.write_bytes(data)
-        with pytest.raises(ValueError, match=rf"{path.name} is damaged after {count} events .*: copy it once more"):
+        with pytest.raises(ValueError, match="holds no events with a number"):
             read_source(tmp_path)
-    path.write_bytes(b"")
-    with pytest.raises(ValueError, match="holds no events"):
-        read_source(tmp_path)
 
 
 # Pictures.
@@ -268,7 +260,6 @@ NAMES = (
     *("rollout_is_mean", "rollout_is_ratio_mean", "rollout_is_weight_after_mean", "rollout_is_ratio_eff_sample_size"),
     *("rollout_is_veto_fraction", "kl", "k3_kl", "ppl_ratio", "chi2_token", "chi2_seq"),
 )
-PANELS = {"mean_weight", "effective_sample_size", "veto", "kl", "ppl_ratio", "chi2"}
 
 
 def write_run(folder: Path, names: tuple[str, ...] = NAMES, steps: int = 30) -> Path:
@@ -282,42 +273,33 @@ def inspected(path: Path, *arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def pngs(folder: Path) -> set[str]:
-    for path in folder.iterdir():
-        assert path.read_bytes().startswith(b"\x89PNG"), path
-    return {path.stem for path in folder.iterdir()}
-
-
-def test_inspect_writes_panels_of_what_is_there(tmp_path: Path) -> None:
+def test_inspect_draws_what_is_there(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need the extra [lab]")
     from mismatch_plugin.diagnose import panels
 
     drawn = {f"rollout_corr/{name}" for panel in panels.PANELS for name in (*panel.series, *panel.older)}
     assert drawn <= {GAP, *(f"rollout_corr/{metric.name}" for metric in METRICS)}  # a name without one draws nothing
     run = write_run(tmp_path / "run")
-    said = inspected(run)[1].splitlines()[-1]
-    assert said == f"pictures: {run}/plots/six_panels.png, and 6 panels next to it"
-    assert pngs(run / "plots") == {*PANELS, "six_panels"}
+    assert inspected(run)[1].splitlines()[-1] == f"picture: {run}/plots/six_panels.png"
     body = json.loads(inspected(run, "--json", "--pictures", str(tmp_path / "p"))[1])
-    assert len(body["pictures"]) == 7 and pngs(tmp_path / "p") == {*PANELS, "six_panels"}
+    assert body["picture"] == str(tmp_path / "p" / "six_panels.png")
+    assert (tmp_path / "p" / "six_panels.png").read_bytes().startswith(b"\x89PNG")
     assert body["settings"] == str(run / "settings.json") and body["source"] == str(run / "metrics.jsonl")
     old = write_run(tmp_path / "old", ("rollout_is_eff_sample_size", "kl"), steps=1)  # of an older version
     write_step(old, mp.preset("token_is"), {"step": 9, KL: math.nan, "rollout_corr/chi2_token": math.inf})
-    inspected(old)
-    assert pngs(old / "plots") == {"six_panels", "effective_sample_size", "kl"}
+    assert "picture: " in inspected(old)[1]
     write(tmp_path, "settings.json", '{"unrelated": 1}')
     status, output = inspected(write(tmp_path, "chart.csv", CHART))
     assert status == 0 and "since the run's settings are not known" in " ".join(output.split())
-    assert "kl" in pngs(tmp_path / "chart_plots")
 
 
 def test_the_verdict_does_not_need_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "run", ("kl",))
     status, output = inspected(run, "--no-pictures")
-    assert "pictures" not in output and not (run / "plots").exists()
+    assert "picture" not in output and not (run / "plots").exists()
     (run / "plots").write_text("a file")
     blocked = inspected(run)
-    assert f"no pictures: {run}/plots cannot be written" in blocked[1] and blocked[0] == status
+    assert f"no picture: {run}/plots cannot be written" in blocked[1] and blocked[0] == status
     monkeypatch.delitem(sys.modules, "mismatch_plugin.diagnose.panels", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     without = inspected(run)

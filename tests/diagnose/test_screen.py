@@ -13,8 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from mismatch_plugin.diagnose import page, words
-from mismatch_plugin.diagnose.detectors.run import NO_TRAINING
-from mismatch_plugin.diagnose.findings import FaultName, Place, Undecided
+from mismatch_plugin.diagnose.findings import Place
 from mismatch_plugin.diagnose.result import VERDICTS, Diagnosis, Gate, Verdict
 from mismatch_plugin.diagnose.screen import show
 from mismatch_plugin.report.table import figure
@@ -106,9 +105,13 @@ def test_flags_stay_whole_and_other_hosts_are_named(host: str):
 
 
 def test_a_dump_of_a_trainer_prints_that_trainers_flags():
-    for format, name in (("verl", "verl"), ("nemo_rl", "NeMo-RL"), ("miles_train", "miles"), ("records", "slime")):
+    for format, name in (("verl", "verl"), ("nemo_rl", "NeMo-RL"), ("miles_train", "miles"), ("slime", "slime")):
         assert f"{name} (--host " in one_line(shown(diagnosis("normal", format=format)))
     assert "slime (--host " in one_line(shown(diagnosis("normal", format="verl"), host="slime"))
+    for format in ("records", "generic", "live"):  # nobody's launch line
+        lines = shown(diagnosis("normal", format=format))
+        assert "Flags, for any trainer (--host slime, " in one_line(lines)
+        assert "--mismatch-preset token_is" in lines and "ray job" not in one_line(lines)
 
 
 def test_terminal_commands_and_wide_letters_in_names_are_harmless():
@@ -135,17 +138,10 @@ def test_known_ranges_are_of_the_nearest_pair_and_ours_are_called_so():
     first, other, k3 = BASE.normal
     wider, ours = first.model_copy(update={"low": 0.001}), first.model_copy(update={"high": 9.0, "ours": True})
     of = BASE.model_copy(update={"normal": (first, other, k3, wider, ours)})
-    assert words.published(of) == {"mean |Δ log p|": "0.001 to 0.02: dense bf16"}
+    assert words.known(of) == {"mean |Δ log p|": "0.001 to 0.02: dense bf16"}
     of = BASE.model_copy(update={"normal": (ours,)})
-    assert words.published(of) == {"mean |Δ log p|": "0.005 to 9 (ours): dense bf16"}
-    assert words.published(BASE.model_copy(update={"normal": ()})) == {}
-
-
-@pytest.mark.parametrize(("passed", "said"), [(True, "PASSED"), (False, "FAILED"), (None, "NOT DECIDED, TOO FEW")])
-def test_the_gate_is_told(passed: bool | None, said: str):
-    gate = Gate(value=0.5, bar=0.01, passed=passed, source="by hand")
-    text = "\n".join(shown(BASE.model_copy(update={"gate": gate}), 120))
-    assert f"Gate {said}" in text and "k3 0.5 nats per token against a bar of 0.01 (by hand)" in text
+    assert words.known(of) == {"mean |Δ log p|": "0.005 to 9 (ours): dense bf16"}
+    assert words.known(BASE.model_copy(update={"normal": ()})) == {}
 
 
 @pytest.mark.parametrize(
@@ -172,30 +168,13 @@ def test_chosen_predictions_are_of_every_algorithm():
     assert marks[0] == "recommended, yours" and len(marks) == 4
 
 
-def test_json_holds_numbers_and_no_histograms():
-    of = diagnosis("normal", metrics={"rollout_corr/kl": math.inf, "rollout_corr/k3_kl": math.nan})
-    body = json.loads(of.model_dump_json(indent=2), parse_constant=lambda name: pytest.fail(name))
-    assert {"verdict", "findings", "mismatch", "metrics", "predictions", "recommendation"} <= body.keys()
-    assert body["metrics"] == {"rollout_corr/kl": "Infinity", "rollout_corr/k3_kl": "NaN"}
-    assert "histograms" not in body and Diagnosis.model_validate(body).headline == of.headline
-
-
-def test_without_a_training_side_that_is_said_once():
-    faults: tuple[FaultName, ...] = ("zero_fill", "boundary", "shift_by_one")
-    fields: dict[str, Any] = {"verdict": "undecided", "headline": "Not decided: only the rollout side was given.",
-                              "source": "a.jsonl", "format": "records", "samples": 128, "tokens": 7045,
-                              "undecided": (Undecided(faults=faults, reason=NO_TRAINING),)}  # fmt: skip
-    said = "There is no training side: add TRAINING."
-    text = one_line(shown(Diagnosis(**fields, one_sided=True, next_step=said)))
-    assert f"No setting is recommended. {said}" in text
-    assert text.lower().count("not decided") == 1 and "zero_fill" not in text and "Is this normal" not in text
-    assert "zero_fill" in one_line(shown(Diagnosis(**fields)))
-
-
 def test_a_strong_mismatch_without_a_fault_has_no_setting_and_says_why():
     of = diagnosis("large", recommendation=None)
     assert "No setting is recommended: so strong a mismatch has a cause" in one_line(shown(of))
     assert "--accept unexplained if meant" in one_line(shown(of)) and "--use-tis" not in one_line(shown(of))
+    assert of.mismatch is not None
+    small = of.model_copy(update={"mismatch": of.mismatch.model_copy(update={"k3_kl": 5e-4})})
+    assert "recommended: so small a mismatch needs no correction, but it is larger" in one_line(shown(small))
 
 
 def test_bounds_stay_whole_and_long_names_are_wrapped():
@@ -217,19 +196,17 @@ def test_a_share_is_100_percent_only_where_nothing_is_missing(value: float, text
     assert words.share(value) == text
 
 
+def test_json_holds_numbers_and_no_histograms():
+    of = diagnosis("normal", metrics={"rollout_corr/kl": math.inf, "rollout_corr/k3_kl": math.nan})
+    body = json.loads(of.model_dump_json(indent=2), parse_constant=lambda name: pytest.fail(name))
+    assert {"verdict", "findings", "mismatch", "metrics", "predictions", "recommendation"} <= body.keys()
+    assert body["metrics"] == {"rollout_corr/kl": "Infinity", "rollout_corr/k3_kl": "NaN"}
+    assert "histograms" not in body and Diagnosis.model_validate(body).headline == of.headline
+
+
 @pytest.mark.parametrize(("value", "text"), [(-0.25, "–"), (0.25, "0.25"), (15_234.0, "15,200"), (8.342e13, "8e13")])
 def test_figures_name_their_level_and_chi_squared_below_0_is_none(value: float, text: str):
     metrics = {"rollout_corr/chi2_token": value, "rollout_corr/rollout_is_ratio_unit_eff_sample_size": 0.5}
     for level in ("sequence", "geometric"):
         rows = words.size_rows(BASE.model_copy(update={"metrics": metrics, "level": level}))
         assert ("χ² of token ratios", text, "") in rows and (f"ESS of {level} ratios", "50.0 %", "") in rows
-
-
-def test_the_gap_s_parts_are_told_in_words_where_there_is_no_fault():
-    given: list[tuple[Verdict, bool]] = [("normal", True), ("fault", False)]
-    for verdict, told in given:
-        base = diagnosis(verdict)
-        assert base.size is not None
-        size = base.size.model_copy(update={"separated": {"engine_k3": 0.01, "staleness_k3": 0.0}})
-        said = "Of the gap, nats per token: k3 of the engines alone 0.01, k3 that fresh weights would save 0."
-        assert words.separated(base.model_copy(update={"size": size})) == (said if told else "")

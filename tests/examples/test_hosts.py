@@ -22,8 +22,8 @@ from examples.collect_report import collect
 from mismatch_plugin.config import MismatchConfig, bound_warnings
 from mismatch_plugin.hooks import slime
 from mismatch_plugin.hooks.base import Plan
-from mismatch_plugin.hooks.hydra import put, read_overrides
 from mismatch_plugin.hooks.nemo_rl import config as nemo_rl_settings
+from mismatch_plugin.hooks.tree import put, read_overrides
 from mismatch_plugin.launch.__main__ import prepare
 from mismatch_plugin.launch.command_line import read_command_line
 from mismatch_plugin.report.log import write_step

@@ -1,61 +1,81 @@
-"""What hosts share."""
+"""What the hosts share: wrapping a host's function once, finding it by name, settings from a door of one's own."""
 
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
-from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 import mismatch_plugin as mp
-from mismatch_plugin.hooks import megatron_rl, miles
-from mismatch_plugin.hooks.base import replace_function
-from mismatch_plugin.hooks.megatron_core import MegatronLoss
-from mismatch_plugin.parallel.groups import ParallelGroups
-
-_EXCLUDE = {"rs": {"criteria": ["sequence_mean:k3:0.1"], "group": "exclude"}}
-_MODEL = SimpleNamespace(calculate_per_token_loss=True, finalize_model_grads_func=None)
-_AFTER_ADVANTAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "miles": (
-        lambda given: miles.check(Namespace(mismatch_settings=given, loss_type="policy_loss")),
-        "it computes advantages itself and takes no function for them",
-    ),
-    "Megatron-LM RL": (
-        lambda given: megatron_rl.settings(
-            Namespace(mismatch_settings=given, rl_inference_logprobs_is_correction=True)
-        ),
-        "it computes advantages before any log-prob of the training side",
-    ),
-    "the megatron-core hook": (
-        lambda given: MegatronLoss(mp.MismatchConfig.build(given), _MODEL, ParallelGroups()),
-        "a batch brings its advantages",
-    ),
-}
+from mismatch_plugin.hooks.base import given_settings, is_wrapped, wrap_once
+from mismatch_plugin.hooks.hosts import HOSTS, find_host
 
 
-@pytest.mark.parametrize("host", _AFTER_ADVANTAGES)
-def test_hosts_that_reject_after_the_advantages_refuse_groups(host: str) -> None:
-    """They would train with rejected responses in the baseline, whatever the flag says."""
-    start, why = _AFTER_ADVANTAGES[host]
-    with pytest.raises(ValueError, match=rf"--rs-group exclude cannot be had in {host}: {why}.*Leave it out"):
-        start(_EXCLUDE)
+def _doubled(own: Any, value: int) -> int:
+    return 2 * own(value)
 
 
-def test_a_replaced_function_is_replaced_where_it_was_imported_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    def own() -> str:
-        return "own"
+def _plus_ten(own: Any, value: int) -> int:
+    return own(value) + 10
 
-    def other() -> str:
-        return "other"
 
-    modules = {name: ModuleType(name) for name in ("toy", "toy.loss", "toy.trainer", "toyish.trainer")}
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-        module.policy_loss = own  # pyright: ignore[reportAttributeAccessIssue]
-    modules["toy.trainer"].policy_loss = other  # pyright: ignore[reportAttributeAccessIssue]
-    assert replace_function("toy.loss", "policy_loss", lambda: "ours") is own
-    found = {name: module.policy_loss() for name, module in modules.items()}
-    assert found == {"toy": "ours", "toy.loss": "ours", "toy.trainer": "other", "toyish.trainer": "own"}
+def test_a_function_is_wrapped_once_and_where_it_was_imported_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy: Any = ModuleType("toy")
+    user: Any = ModuleType("toy.user")
+    other: Any = ModuleType("other")
+
+    def own(value: int) -> int:
+        return value
+
+    for module in (toy, user, other):
+        module.loss = own
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    wrap_once("toy", "loss", _doubled)
+    assert (toy.loss(1), user.loss(1), other.loss is own, toy.loss.__name__) == (2, 2, True, "own")
+    wrap_once("toy", "loss", _doubled)  # idempotent
+    assert (toy.loss(1), user.loss is toy.loss, is_wrapped(toy.loss), is_wrapped(own)) == (2, True, True, False)
+    wrap_once("toy", "loss", _plus_ten)  # another one goes around it
+    assert toy.loss(1) == 12
+
+    ours = toy.loss
+
+    @wraps(ours)  # the host's own decorator copies the mark of ours
+    def traced(value: int) -> int:
+        return -ours(value)
+
+    toy.loss = traced
+    wrap_once("toy", "loss", _plus_ten)
+    assert toy.loss(1) == -12 + 10
+
+
+def test_a_function_that_is_missing_may_be_wrapped() -> None:
+    config = SimpleNamespace(finalize=None)
+    wrap_once(config, "finalize", lambda own, model: (own, model))
+    assert config.finalize("chunks") == (None, "chunks")
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_a_host_is_found_in_every_spelling(name: str) -> None:
+    for spelling in (name, name.upper(), name.replace("-", "_"), *HOSTS[name].spellings):
+        assert find_host(spelling).name == name
+    with pytest.raises(ValueError, match=f"^host '{name}x' is unknown: did you mean {name}"):
+        find_host(f"{name}x")
+
+
+def test_settings_may_be_flags_a_mapping_a_file_or_a_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "mismatch.yaml"
+    path.write_text("use_tis: true\ntis: {level: sequence}\n")
+    wanted = {"use_tis": True, "tis": {"level": "sequence"}}
+    config = mp.MismatchConfig(**wanted)
+    for given in ("--use-tis --tis-level sequence", wanted, str(path), config):
+        ours, base = given_settings(given)
+        assert ours == wanted and base in ({}, wanted)
+    ours, base = given_settings({"preset": "token_is", "tis": {"upper_bound": 3.0}})
+    assert (ours, base["use_tis"]) == ({"tis": {"upper_bound": 3.0}}, True)
+    for given, message in (("--use-tsi", "--use-tsi is no flag"), ("nowhere.yaml", "nowhere.yaml does not exist")):
+        with pytest.raises(ValueError, match=message):
+            given_settings(given)

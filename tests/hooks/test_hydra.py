@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mismatch_plugin.hooks.base import Plan
-from mismatch_plugin.hooks.hydra import put, read_overrides, text
 from mismatch_plugin.hooks.nemo_rl import config as nemo_rl_settings
+from mismatch_plugin.hooks.tree import put, read_overrides, text
 from mismatch_plugin.hooks.verl import config as verl_settings
 from mismatch_plugin.hooks.verl import launch as verl
 from mismatch_plugin.launch.__main__ import prepare
@@ -110,7 +110,6 @@ def test_switches_that_are_on_the_line_already_stay(tmp_path: Path) -> None:
         ),
         ("actor_rollout_ref.rollout.calculate_log_probs=false --use-tis", "calculate_log_probs=false contradicts"),
         (f"{_RC}.mismatch.use_tis=true --use-tis", "mismatch.use_tis is on the line next to the plugin's flags"),
-        ("--use-tis --mismatch-entropy-coef 0.1", "terms.entropy_coef is verl's to set"),
         ("--use-tis --mismatch-eps-clip-low 0.1", "ppo.eps_clip_low 0.1 contradicts .*clip_ratio"),
         ("--use-tis --tis-levle token", "did you mean --tis-level"),
     ],
@@ -221,19 +220,19 @@ def test_verl_s_loss_mode_is_the_objective_of_our_loss(
         (f"--use-tis --mismatch-objective cispo {_LOSS_MODE}=gspo", "gspo contradicts --mismatch-objective cispo"),
         (f"--use-tis {_LOSS_MODE}=dppo_tv", "next to it comes preset dppo_tv with bypass_mode, which judges"),
         (f"--use-tis {_LOSS_MODE}=clip_cov", "clip_cov is no setting here; next to it comes objective ppo"),
-        (f"+{_RC}.mismatch.use_tis=true +{_RC}.mismatch.objective=cispo {_LOSS_MODE}=gspo", "leave one of them out"),
+        (
+            f"+{_RC}.mismatch.use_tis=true +{_RC}.mismatch.objective=cispo {_LOSS_MODE}=gspo",
+            "cispo contradicts .*makes it gspo",
+        ),
         (f"+{_RC}.mismatch.use_tis=true +{_RC}.mismatch.objective=cispo {_LOSS_MODE}=vanilla", "needs our loss in the"),
         (
             f"{_RC}.bypass_mode=true +{_RC}.mismatch.metrics=full {_LOSS_MODE}=gspo",
             rf"\(gspo is \+{_RC}.mismatch.objective=gspo there\)",
         ),
-        ("--use-tis --rs-veto-threshold 0.1 --rs-policy current", "rs.policy current needs π_θ"),
-        ("--use-tis --rs-criterion token:tv:0.1@away", "token_tv_away needs advantages"),
         (
             "--use-rollout-log-probs --rs-criterion token:k2:0.5 --mismatch-rollout-kl-coef 0.1",
             "rollout_kl_on all reaches no rejected token in verl.*: choose accepted, or denominator original",
         ),
-        ("--use-tis --mismatch-rollout-kl-coef 0.1", "rollout_kl_coef needs rollout log-probs in the workers' loss"),
     ],
 )
 def test_verl_s_losses_and_ours_that_cannot_be_had_together(line: str, message: str, tmp_path: Path) -> None:
@@ -318,7 +317,7 @@ def test_flags_become_the_block_of_nemo_rl(line: str, algorithm: int, tmp_path: 
         (
             "--use-tis --mismatch-objective gspo loss_fn.use_cispo=true",
             "loss_fn: {}\n",
-            "objective gspo contradicts NeMo-RL's loss_fn, which makes it cispo",
+            "objective gspo contradicts NeMo-RL's loss_fn.* makes it cispo",
         ),
         ("--use-tis loss_fn.positive_example_nll_weight=0.1", "loss_fn: {}\n", "makes another loss"),
         ("--use-tis --mismatch-eps-clip-low 0.1", "loss_fn: {}\n", "eps_clip_low 0.1 contradicts NeMo-RL's loss_fn"),
@@ -330,7 +329,7 @@ def test_nemo_rl_s_own_settings_win_or_stop(line: str, yaml: str, message: str, 
 
 
 def test_a_nemo_rl_configuration_that_never_ends_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"grpo\.yaml is not valid YAML or JSON: .* an alias \(\*\) holds itself"):
+    with pytest.raises(ValueError, match=r"grpo\.yaml is not valid YAML or JSON: .* each alias \(\*\) counted in full"):
         _nemo(tmp_path, "--use-tis", "loss_fn: &a {mismatch: *a}\n")
     script = _script(tmp_path, "nemo_rl.algorithms.grpo")
     (tmp_path / "a.yaml").write_text("defaults: b.yaml\n")

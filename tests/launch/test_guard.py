@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from mismatch_plugin.hooks.base import HOSTS, find_host
+from mismatch_plugin.hooks.hosts import HOSTS, find_host
 from mismatch_plugin.launch.__main__ import prepare
 from mismatch_plugin.launch.guard import Guard, starts_trainer
 from tests.hooks.contracts.launch_trees import Outcome, launch, megatron_tree, ray_tree

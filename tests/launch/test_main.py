@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mismatch_plugin.config.flags import add_arguments
-from mismatch_plugin.hooks.base import HOSTS
+from mismatch_plugin.hooks.hosts import HOSTS
 from mismatch_plugin.launch.__main__ import host_of, main, prepare
 from mismatch_plugin.launch.script import Target
 from tests.hooks.contracts.launch_trees import launch, ray_tree

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.hooks.slime.step import StepRun
+from mismatch_plugin.hooks.megatron_step import MegatronStep
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.report import log
 from mismatch_plugin.report.log import log_step, read_steps, validate_same_settings, write_step
@@ -224,10 +224,10 @@ def test_a_hook_goes_on_where_the_folder_is_a_file_or_of_another_run(
 
 def test_slime_asks_before_its_first_step(tmp_path: Path) -> None:
     write_step(tmp_path, mp.preset("seq_is"), {"rollout_corr/kl": 0.1})
-    run = StepRun("slime", lambda args, metrics: None)
+    run = MegatronStep(lambda args, metrics, number, first: None)
     config = CONFIG.model_copy(update={"report_dir": str(tmp_path)})
     with pytest.raises(ValueError, match="holds steps of a run with use_tis True, now False: give this run another"):
-        run.begin(Namespace(), config, ParallelGroups(), 0, 0, SimpleNamespace())
+        run.begin(Namespace(), config, ParallelGroups(), SimpleNamespace(), 0)
 
 
 def test_a_settings_file_that_cannot_be_read_is_said(tmp_path: Path) -> None:

@@ -3,19 +3,24 @@
 Each case is there twice, mild and strong: `rollouts.jsonl`, `training.jsonl`, `reference` (the checkpoint that training
 started from) and `current` (the trainer's). The servers compute in bfloat16, the trainer in float32.
 
-    python -m tests.sglang.cases FOLDER
+    python -m tests.sglang.cases FOLDER [--demo mismatch_plugin/diagnose/demo.jsonl.xz]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import os
 import random
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from mismatch_plugin.data.arrays import Floats
 from mismatch_plugin.data.files import write_samples
 from mismatch_plugin.data.sampling import SamplingParameters
 from tests.sglang import stories
@@ -53,10 +58,10 @@ def weights_not_updated(world: World, size: Size) -> Pair:
     return _steps(world, size, updated=False)
 
 
-def _rolled_out_with(world: World, size: Size, states: Sequence[State]) -> Pair:
+def _rolled_out_with(world: World, size: Size, states: Sequence[State], prompts: int = PROMPTS) -> Pair:
     """The servers hold these, under the name of the trainer's last step."""
     world.load(states, f"step-{STEPS}")
-    records, _ = world.sample()
+    records, _ = world.sample(prompts)
     return records, world.score(world.moved[size][STEPS], records, f"step-{STEPS}")
 
 
@@ -204,14 +209,44 @@ def write_case(world: World, checkpoints: Path, folder: Path, name: str, size: S
         (folder / link).symlink_to(os.path.relpath(checkpoints / target, folder))
 
 
+def write_demo(world: World, file: Path) -> None:
+    """The dump of `mismatch-plugin demo`: the second of two servers is two steps behind; other addresses, no text."""
+    records, _ = _rolled_out_with(world, "strong", [world.moved["strong"][STEPS], world.moved["strong"][STEPS - 2]], 96)
+    values = world.log_probs(
+        world.moved["strong"][STEPS], [r.prompt_ids for r in records], [r.response_ids for r in records]
+    )
+    samples = [
+        record.with_fields(
+            text=None,
+            server=f"http://rollout-{world.urls.index(str(record.server))}:30000",
+            trainer_version=f"step-{STEPS}",
+            rollout_log_probs=_shortest(record.rollout_log_probs),
+            train_log_probs=_shortest(row),
+        )
+        for record, row in zip(records, values, strict=True)
+    ]
+    write_samples(plain := file.with_name("demo.jsonl"), samples)
+    file.write_bytes(lzma.compress(plain.read_bytes(), preset=9 | lzma.PRESET_EXTREME))
+    plain.unlink()
+
+
+def _shortest(values: Any) -> Floats:
+    """float32 numbers with as few digits as name them."""
+    return np.array([float(str(np.float32(value))) for value in values])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--case", action="append", choices=CASES)
+    parser.add_argument("--demo", type=Path, help="Write the dump of `mismatch-plugin demo` there, and no case.")
     options = parser.parse_args()
     folder = options.folder
     with ExitStack() as stack:
         world = make_world(folder / "checkpoints", stack)
+        if options.demo:
+            write_demo(world, options.demo)
+            return
         told = [f"{name}: {case.__doc__}" for name, case in CASES.items()]
         (folder / "README.txt").write_text("\n".join([__doc__ or "", *told]))
         for name in options.case or CASES:

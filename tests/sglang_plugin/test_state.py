@@ -23,7 +23,7 @@ class Request:
     retraction_count = 0
 
     def __init__(self) -> None:
-        self.output_ids = [1, 2, 3]
+        self.origin_input_ids, self.output_ids = [5, 6, 7, 8], [1, 2, 3]
 
 
 class Server:
@@ -34,8 +34,10 @@ class Server:
         self.model = Model()
         host = scheduler(self.model)
         host.server_args = SimpleNamespace()
-        host.waiting_queue, host.chunked_req, host.running = [], None, []
+        host.waiting_queue, host.chunked_req, host.running = [], None, set[Any]()
         host.collect_inflight_reqs = lambda: host.running
+        host.token_to_kv_pool_allocator = SimpleNamespace(size=32, page_size=1, device="cpu")
+        host.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros(4, 16, dtype=torch.int32))
         self.host, self.state = host, ServerState(host)
         self.state.loaded()
 
@@ -54,7 +56,22 @@ class Server:
         self.state.end(0, success)
 
     def batch(self) -> None:
-        self.state.before_batch(SimpleNamespace(sampling_info=None, reqs=[]))
+        self.state.before_batch(SimpleNamespace(sampling_info=None, reqs=[], out_cache_loc=None))
+
+    def prefill(self, req: Request, slots: list[int], prefix: int) -> None:
+        """Of a request whose first `prefix` slots the cache had."""
+        self.host.req_to_token_pool.req_to_token[1, : len(slots)] = torch.tensor(slots)
+        told = {"out_cache_loc": torch.tensor(slots[prefix:]), "req_pool_indices": torch.tensor([1])}
+        mode = SimpleNamespace(is_extend=lambda: True)
+        self.state.before_batch(
+            SimpleNamespace(sampling_info=None, reqs=[req], prefix_lens=[prefix], forward_mode=mode, **told)
+        )
+
+    def kv(self, req: Request) -> list[tuple[str | None, int, int]]:
+        """What a reply of now would tell of the request."""
+        told = self.state.cache.of(req, self.state.weights.fingerprint)
+        assert told is not None
+        return [(span["fingerprint"], span["tokens"], span["cached"]) for span in told]
 
     def since(self) -> str | None:
         """What a reply of now would tell of its last token."""
@@ -64,7 +81,7 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
-    facts = {"server": "a:1/7", "pp_rank": 0, "pp_size": 1, "tp_rank": 0}
+    facts = {"server": "a:1/7", "pp_rank": 0, "pp_size": 1, "tp_rank": 0, "speculative": None}
     monkeypatch.setattr(module, "facts", lambda _: facts)
     monkeypatch.setattr(module, "_module", lambda _: SimpleNamespace(SGLANG_RETURN_ORIGINAL_LOGPROB=False))
     monkeypatch.setattr(module, "label", lambda: made[0].label if made else "default")
@@ -142,7 +159,7 @@ def test_requests_under_way_keep_what_made_their_tokens(server: Server) -> None:
     server.update(1, "v1")
     server.batch()
     req = Request()
-    server.host.running = [req]
+    server.host.running = {req}
     server.update(2, "v2")
     req.output_ids += [4]
     server.batch()
@@ -162,6 +179,89 @@ def test_a_part_of_an_update_is_neither_the_old_weights_nor_the_new(server: Serv
     assert server.state.weights.fingerprint is None
     server.state.end(0)
     assert server.state.weights.fingerprint is not None
+
+
+def test_sessions_without_a_batch_in_between_are_one_update(server: Server) -> None:
+    """A trainer that sends one part of its tensors a session, with the version in the first, the last, or each."""
+
+    def part(name: str, value: float, label: str | None) -> None:
+        server.state.begin()
+        with torch.no_grad():
+            dict(server.model.named_parameters())[name].fill_(value)
+        server.label = label or server.label
+        server.state.end(0)
+
+    def counts() -> tuple[int, int, int]:
+        update = server.state.weights.update
+        assert update is not None
+        return update["number"], update["changed"], update["changed_matrices"]
+
+    names = ("a.weight", "b.weight", "norm")
+    for step, labels in enumerate(((None, None, "v1"), ("v2", None, None), ("v3", "v3", "v3")), start=1):
+        for name, label in zip(names, labels, strict=True):
+            part(name, step + 1, label)
+        assert counts() == (step, 3, 2) and server.since() == f"v{step}"
+    server.update(8, "v4")
+    server.update(8, "v5")  # two updates, of which the second one brought nothing
+    assert counts() == (5, 0, 0) and server.since() == "v4"
+    part("a.weight", 9, "v6")
+    server.batch()  # tokens of a half
+    part("b.weight", 9, "v6")
+    assert counts() == (7, 1, 1)
+    part("norm", 9, "v6")  # goes on
+    assert counts() == (7, 2, 1)
+
+
+def test_keys_and_values_of_older_weights_are_told_until_the_flush(server: Server) -> None:
+    prints = [server.state.weights.fingerprint]
+    server.prefill(Request(), [1, 2, 3, 4], 0)
+    for step in (1, 2):  # in place and without a flush
+        server.update(step, f"v{step}")
+        prints.append(server.state.weights.fingerprint)
+        if step == 1:
+            server.prefill(Request(), [1, 2, 5, 6], 2)
+    req = Request()
+    server.prefill(req, [1, 2, 5, 7, 8], 3)
+    assert server.kv(req) == [(prints[0], 2, 2), (prints[1], 1, 1)]
+    again = Request()
+    server.prefill(again, [7, 8, 9, 10], 2)
+    assert server.kv(again) == []  # all of them are of now
+    retracted = Request()
+    server.prefill(retracted, [1, 2, 5, 11], 3)
+    server.host.waiting_queue = [retracted]
+    server.state.cache.flushed()
+    server.host.waiting_queue = []
+    server.prefill(retracted, [1, 2, 3, 4], 0)
+    assert server.kv(retracted) == []
+
+
+def test_an_update_with_a_flush_leaves_nothing_old_and_writes_nothing(server: Server) -> None:
+    for step in range(1, 20):
+        server.prefill(Request(), [1, 2, 3, 4], 2)
+        server.state.begin()
+        server.move(step)
+        server.state.cache.flushed()
+        server.state.end(0)
+        req = Request()
+        server.prefill(req, [1, 2, 3, 4], 2)
+        assert server.kv(req) == [] and not server.state.cache._old
+
+
+def test_a_request_that_an_update_in_place_meets_keeps_its_keys_and_values(server: Server) -> None:
+    first, req = server.state.weights.fingerprint, Request()
+    server.prefill(req, [1, 2, 3, 4, 5, 6], 0)
+    server.host.running = {req}
+    server.state.begin()
+    server.prefill(Request(), [7, 8], 0)  # of a half done update
+    req.output_ids += [4]
+    server.move(3)
+    server.state.end(0)
+    assert server.kv(req) == [(first, 6, 0), (None, 1, 0)]
+    half = Request()
+    server.prefill(half, [7, 8, 9], 2)
+    assert server.kv(half) == [(None, 2, 2)]
+    server.update(3, "again")  # the same weights
+    assert server.kv(req) == [(first, 6, 0), (None, 1, 0)]
 
 
 def test_an_exception_in_the_end_leaves_no_rank_behind(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

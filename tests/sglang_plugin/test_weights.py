@@ -74,6 +74,24 @@ def test_an_update_is_counted_by_what_it_changed(alone: None) -> None:
     assert found.end(0) == "" and counts(found) == (2, 2, 1) and found.unchanged == ["b.weight"]
 
 
+def test_the_share_of_elements_that_an_update_changed(alone: None) -> None:
+    """In bfloat16, where small steps round away; of a matrix of few elements each is looked at."""
+    torch.manual_seed(0)
+    model = nn.Linear(512, 512, bias=False).bfloat16()
+    found = loaded(model)
+    for step, share in ((1e-5, 0.2), (0.5, 1.0), (0.0, 0.0)):
+        before = model.weight.detach().clone()
+        add(model, "weight", value=step)
+        assert found.end(0) == "" and found.update is not None
+        true = float((before != model.weight).float().mean())
+        assert found.update["changed_elements"] == pytest.approx(true, abs=0.06)
+        assert (true < share + 0.05) if step < 0.1 else true > 0.9
+    small = loaded(Model())
+    add(small._scheduler.tp_worker.model_runner.model, "a.weight")
+    small.end(0)
+    assert small.update is not None and small.update["changed_elements"] == pytest.approx(16 / 24, abs=1e-4)
+
+
 def test_what_is_required_to_change(alone: None) -> None:
     model = Model()
     found = loaded(model)

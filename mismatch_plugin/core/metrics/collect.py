@@ -164,7 +164,7 @@ def _rows(state: CorrectionState, has: Tensor) -> tuple[dict[str, Tensor], dict[
         names = (*names, "high", "low")
         rows |= {name: means[name] for name in names if name in means}
     if unit.measure != "sequences":
-        rows["seq_ratio_squared"] = rows.get("unit_ratio", rows["ratio"]).square()
+        rows["seq_ratio_squared"] = _mean_ratio(rows).square()
     if not (unit.multiplies and unit.measure == "sequences"):  # there it is the unit's
         rows["product_square"] = bounded_exp(state.sums_N["log_ratio"]).square_()
     if state.bounds is not None:
@@ -174,11 +174,16 @@ def _rows(state: CorrectionState, has: Tensor) -> tuple[dict[str, Tensor], dict[
     return rows, unit_rows
 
 
+def _mean_ratio(rows: dict[str, Tensor]) -> Tensor:
+    """[N] mean of ρ − 1 over the response tokens of each sequence, ρ that of the token's unit."""
+    return rows.get("unit_ratio", rows["ratio"])
+
+
 def _outside_rows(state: CorrectionState, bounds: ActingBounds, rows: dict[str, Tensor]) -> dict[str, Tensor]:
     """Whether a sequence is above or below bounds that act on it, or its mean ρ above or below those that act on its
     parts (those of one token, where bounds grow)."""
     if bounds.unit.measure != "sequences":
-        ratio = rows["ratio"] if bounds.unit.per_token else rows.get("unit_ratio", rows["ratio"])
+        ratio = rows["ratio"] if bounds.unit.per_token else _mean_ratio(rows)
         outside = {"seq_high": ratio > bounds.upper - 1.0, "seq_low": ratio < bounds.lower - 1.0}
         return outside | {name: state.means_N[name] for name in ("high", "low") if name in state.means_N}
     if bounds.unit == state.unit:
@@ -261,7 +266,7 @@ def _maxima(state: CorrectionState, has: Tensor, rows: dict[str, Tensor]) -> tup
         both["log_ratio_seq"] = state.means_N["log_ratio"]
         units["log_aggregate"] = state.log_ratio_U
         if state.unit.measure != "sequences":
-            both["ratio_seq"] = rows.get("unit_ratio", rows["ratio"])
+            both["ratio_seq"] = _mean_ratio(rows)
         if state.config.metrics == "full":
             both |= {f"value_{name}": value for name, value in state.values_N.items()}
     if state.weights_U is not None:

@@ -5,7 +5,7 @@ Ids tell it where both sides have them. Else: is there another pairing under whi
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -317,14 +317,20 @@ def find_shift(batch: Batch) -> Outcome:
         return [too_few(f"{count}, {MIN_POOLED} needed", "shift_by_one", "boundary")], batch
     some = slice(None, None, max(1, len(candidates) // MAX_SWAP_SAMPLES))
     together = _best_lag(candidates[some], minimum=MIN_POOLED)
+    alone = [_best_lag([sample]) for sample in candidates]
+    lags = Counter(best[0] for best in alone if best)
     lagged: list[tuple[Sample, int, Comparison]] = []
-    for sample in candidates:
-        best = _best_lag([sample])
-        if best is None and together is not None:  # too short to tell alone: it follows unless it fits as it is
-            followed = compare(distances(sample), moved(sample, together[0]))
-            best = together if followed.tokens < 2 or followed.other < followed.own else None
+    for sample, best in zip(candidates, alone, strict=True):
         if best is not None:
             lagged.append((sample, *best))
+        elif together is not None:  # too short to tell alone: it follows all unless it fits as it is
+            followed = compare(distances(sample), moved(sample, together[0]))
+            if followed.tokens < 2 or followed.other < followed.own:
+                lagged.append((sample, *together))
+        elif lags:  # or it follows the others if it fits far better
+            followed = compare(distances(sample), moved(sample, lags.most_common(1)[0][0]))
+            if followed.clearly_better(FACTOR, 0.0, MIN_GAIN_NATS):
+                lagged.append((sample, lags.most_common(1)[0][0], followed))
     if not lagged:
         return [], batch
     why = f"{CLIPPED_GAP} {lagged[0][2].own:.3g} as paired, {lagged[0][2].other:.3g} if moved"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mismatch_plugin.data.arrays import Bools, Floats
 from mismatch_plugin.data.sample import Sample
-from mismatch_plugin.diagnose.batch import Batch, Tokens
+from mismatch_plugin.diagnose.batch import Tokens
 
 CLIP = 3.0
 """A single token counts for at most so much, in nats."""
@@ -104,26 +105,16 @@ CERTAIN_NATS, BINS = 0.05, 10
 """Tokens that both sides give a log-prob above −CERTAIN_NATS say nothing: any two policies agree on them."""
 
 
-class Scaled(NamedTuple):
-    """[T] usable tokens. size: |gap|, at most CLIP. ordinary: what is usual at this log-prob. informative: not near
-    certain on both sides."""
-
-    tokens: Tokens
-    size: Floats
-    ordinary: Floats
-    informative: Bools
+def telling(tokens: Tokens) -> Bools:
+    """[T] not near certain on both sides."""
+    return np.minimum(tokens.rollout, tokens.training) < -CERTAIN_NATS
 
 
-def scaled(batch: Batch, typical: float | None = None) -> Scaled:
-    """ordinary: the mean |gap| of the tokens in the same tenth by rollout log-prob; its quantile `typical` if given,
-    then new tokens and those that occurred before apart (a penalty moves one kind only)."""
-    tokens = batch.tokens
-    size = np.minimum(np.abs(tokens.gap), CLIP)
-    ordinary = np.zeros(len(size))
-    order = tokens.order_down
-    again = tokens.occurred[order]
-    for at in (order[again], order[~again]) if typical is not None else (order,):
-        for part in np.array_split(at, BINS):
+def ordinary(tokens: Tokens, values: Floats, typical: Callable[[Floats], Any], kinds: Sequence[Bools] = ()) -> Floats:
+    """[T] what `typical` is of the values of tokens of the same kind in the same tenth by rollout log-prob."""
+    found = np.zeros(len(values))
+    for chosen in kinds or [np.ones(len(values), dtype=bool)]:
+        for part in np.array_split(tokens.order_down[chosen[tokens.order_down]], BINS):
             if len(part):
-                ordinary[part] = size[part].mean() if typical is None else np.quantile(size[part], typical)
-    return Scaled(tokens, size, ordinary, np.maximum(-tokens.rollout, -tokens.training) > CERTAIN_NATS)
+                found[part] = typical(values[part])
+    return found

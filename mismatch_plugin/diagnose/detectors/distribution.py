@@ -15,20 +15,24 @@ import numpy as np
 from mismatch_plugin.data.arrays import Floats
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens
+from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens, median, medians
+from mismatch_plugin.diagnose.detectors.distance import ordinary, telling
 from mismatch_plugin.diagnose.findings import Finding, Item, Side, Undecided, first_place, place_of, too_few
-from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS
+from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS, FAR_ABS_MEAN
 
 GAP_TRIM = 0.005
 """Of the gap's distribution on each side is pulled in to that quantile: one wild token must not decide a slope."""
 MIN_SLOPE, MIN_SLOPE_EXPECTED, SLOPE_Z_SCORE = 0.03, 0.01, 8.0
-SLOPE_SHARE, SLOPE_SHARE_EXPECTED = 0.3, 0.08
+SLOPE_SHARE, SLOPE_SHARE_EXPECTED = 0.5, 0.08
 """Of the gap's variance a temperature must explain; less is asked where the slope is that of the recorded one."""
 SLOPE_OVER_NOISE = 0.6
 """Noise of that size, relative to the spread of the log-probs, makes a slope by itself: sampling prefers tokens whose
 rollout log-prob the noise raised."""
 MIN_REPEATED, REPEATED_Z_SCORE, REPEATED_SHARE = 20, 6.0, 0.04
-UNRELATED_CORRELATION, UNRELATED_GAP, UNRELATED_TOKENS = 0.3, 0.5, 50
+UNRELATED_TOKENS, UNRELATED_GAP, UNRELATED_CORRELATION = 50, 0.5, 0.3
+FAR_UNRELATED_GAP, FAR_UNRELATED_CORRELATION = 3.0, 0.45
+"""At least so many tokens, so large a mean |gap| in nats, and at most so large a rank correlation; that far apart more
+of it is left (measured: logits of the token's own position .21 to .44 at 3 to 4 nats, a lost prompt from .5 on)."""
 RENORMALISED_Z_SCORE, ONE_SIDED, NEGATIVE, MISSING_MASS, NO_BIAS = 6.0, 0.4, 0.65, 0.003, 1e-3
 """A renormalised side: the other lacks mass, in standard errors and in all; gaps have one sign, by size and number.
 With a bias of less than the last in nats a filter cut nothing."""
@@ -38,8 +42,12 @@ MAX_LOG_VOCABULARY, MAX_MISFITS, MIN_NEARLY_CERTAIN = 12.5, 0.02, 50
 many nats over the other ids, so large a share outside, and below temperature 1 so many tokens that tell."""
 SURE_ENTROPY, MIN_EXPECTED = 0.1985, 12.0
 """Below this entropy one id has more than 95 %: top-p .95 leaves nothing else there, while a temperature does."""
-MIN_OFFSET_NATS, OFFSET_TIMES_TYPICAL, NEARLY_CERTAIN = 0.3, 7.5, 0.05
-"""A token is far off by so many nats and medians of |gap| at its log-prob; nearly certain ones tell nothing."""
+MIN_OFFSET_NATS, OFFSET_TIMES_TYPICAL = 0.3, 7.5
+"""A token is far off by so many nats and so many times what is typical of its log-prob and sample; nearly certain ones
+tell nothing."""
+OFFSET_TIMES_OTHER_IDS, MIN_OTHER_IDS = 6.0, 10
+"""An id is odd by so many times what 90 % of the others stay below: a step of the weights moves some ids of a small
+model five times as far."""
 MIN_OFFSET_SAMPLES, OFFSET_SHARE, MAX_ODD_IDS, MAX_ODD_TOKENS, CONSTANT_OFFSET = 6, 0.75, 0.1, 0.3, 0.25
 """Samples with the id, the share of them that is far off; the share of ids and of tokens at most; spread over mean of
 an offset that one number explains."""
@@ -87,10 +95,11 @@ class Fit(NamedTuple):
     upper: Var(d) / Cov(d, rollout), from the reverse regression; to first order a ratio of temperatures τ (training
     log-probs as sharp as rollout ones to the power τ) has slope ≤ τ − 1 ≤ upper in size, with equality on the right
     where there is no noise.
-    noise: variance left, over that of the rollout log-probs. quarters: mean gap in the quarters of the tokens ordered
-    by rollout log-prob, least likely first.
+    left: mean |noise|. noise: its variance over that of the rollout log-probs. quarters: mean gap in the quarters of
+    the tokens ordered by rollout log-prob, least likely first.
     """
 
+    left: float
     slope: Effect
     repeated: Effect
     upper: float
@@ -134,6 +143,7 @@ def fit(tokens: Tokens) -> Fit:
 
     together = float(np.cov(gap, x)[0, 1]) if x.std() > 0 else 0.0
     return Fit(
+        left=float(np.abs(left).mean()),
         slope=effect(1),
         repeated=effect(2) if both else Effect(0.0, 0.0, 0.0),
         upper=float(gap.var(ddof=1)) / together if together else math.inf,
@@ -162,7 +172,7 @@ def find_unrelated(batch: Batch) -> Outcome:
     if len(tokens) < UNRELATED_TOKENS or gap.mean() < UNRELATED_GAP:
         return [], batch
     correlation = rank_correlation(tokens.rollout, tokens.training)
-    if not correlation < UNRELATED_CORRELATION:
+    if not correlation < (UNRELATED_CORRELATION if gap.mean() < FAR_UNRELATED_GAP else FAR_UNRELATED_CORRELATION):
         return [], batch
     worst = int(np.argmax(gap > UNRELATED_GAP))
     finding = batch.finding(
@@ -217,7 +227,13 @@ def find_temperature(batch: Batch) -> Outcome:
             samples,
             tokens=count,
             first=first_place(samples[0], samples[0].usable),
-            statistics={"slope": 1 + slope.size, "temperature_ratio_low": low, "temperature_ratio_high": high},
+            statistics={
+                "slope": 1 + slope.size,
+                "temperature_ratio_low": low,
+                "temperature_ratio_high": high,
+                "standard_errors": abs(slope.z_score),
+                "explained": slope.share,
+            },
         )
         found.append(finding)
     return found, batch
@@ -272,7 +288,7 @@ def find_penalty(batch: Batch) -> Outcome:
         temperature = result.temperature(group[0].temperature) is not None
         # A wrong temperature is not linear in the log-prob, and repeats are likelier.
         share = 0.1 if temperature else REPEATED_SHARE / 2 if penalised else REPEATED_SHARE
-        if abs(effect.z_score) < REPEATED_Z_SCORE or effect.share < share:
+        if abs(effect.z_score) < REPEATED_Z_SCORE or effect.share < share or result.left > FAR_ABS_MEAN:
             continue
         if effect.size < 0 and (temperature or effect.share < 2 * share):
             continue
@@ -375,7 +391,8 @@ def _renormalised(batch: Batch, group: list[Sample], tokens: Tokens) -> Finding 
     if after_filters(group[0]):
         evidence += " The record says so (log_probs_of filtered); the trainer does not replay the filter."
     kind: TruncationKind = "renormalised" if ours == "rollout" else "behaviour"
-    return _truncation_finding(batch, group, kind, ours, evidence, missing_mass=missing, one_sided=one_sided)
+    told = {"missing_mass": missing, "one_sided": one_sided, "standard_errors": z_score}
+    return _truncation_finding(batch, group, kind, ours, evidence, **told)
 
 
 def _truncation_finding(
@@ -465,16 +482,24 @@ def find_token_offset(batch: Batch) -> Outcome:
     if len(tokens) < ENOUGH_TOKENS:
         return [], batch
     ids = np.concatenate([sample.response_ids[sample.usable] for sample in batch if sample.usable.any()])
-    first = ~tokens.occurred & (np.minimum(tokens.rollout, tokens.training) < -NEARLY_CERTAIN)
-    gap, order = tokens.gap[first], np.argsort(tokens.rollout[first])
-    rest, bar = gap.copy(), np.zeros(len(gap))
-    for part in filter(len, np.array_split(order, 10)):
-        rest[part] -= np.median(gap[part])
-        bar[part] = max(MIN_OFFSET_NATS, OFFSET_TIMES_TYPICAL * float(np.median(np.abs(rest[part]))))
+    first = ~tokens.occurred & telling(tokens)
+    new = tokens.where(first)
+    rest = new.gap - ordinary(new, new.gap, median)
+    typical = ordinary(new, np.abs(rest), median)
+    _, sample = np.unique(new.sample, return_inverse=True)
+    of_sample = np.maximum(medians(np.abs(rest) / np.maximum(typical, 1e-9), sample), 1.0)[sample]
+    far = np.abs(rest) > np.maximum(MIN_OFFSET_NATS, OFFSET_TIMES_TYPICAL * typical * of_sample)
     names, index, often = np.unique(ids[first], return_inverse=True, return_counts=True)
-    above, below = (np.bincount(index[sign * rest > bar], minlength=len(names)) for sign in (1, -1))
-    judged = often >= MIN_OFFSET_SAMPLES
-    odd = names[judged & (np.maximum(above, below) >= OFFSET_SHARE * often)]
+    above, below = (np.bincount(index[far & (sign * rest > 0)], minlength=len(names)) for sign in (1, -1))
+    judged, size = often >= MIN_OFFSET_SAMPLES, np.abs(medians(rest, index))
+    known, of_known = np.unique(ids[~tokens.occurred], return_counts=True)
+    mostly_open = often >= of_known[np.searchsorted(known, names)] / 2  # an offset shows wherever an id is not certain
+    is_odd = judged & mostly_open & (np.maximum(above, below) >= OFFSET_SHARE * often)
+    others = size[judged & ~is_odd]
+    if len(others) < MIN_OTHER_IDS:
+        return [], batch
+    usual = float(np.quantile(others, 0.9))
+    odd = names[is_odd & (size > OFFSET_TIMES_OTHER_IDS * usual)]
     chosen = np.isin(ids, odd)
     if not len(odd) or len(odd) > max(3, MAX_ODD_IDS * judged.sum()) or chosen.mean() > MAX_ODD_TOKENS:
         return [], batch
@@ -484,17 +509,23 @@ def find_token_offset(batch: Batch) -> Outcome:
     if any(change.std() < CONSTANT_OFFSET * abs(change.mean()) for change in (gap, logit)):
         fits = "One number fits: a logit bias, or a ban, on one side"
     samples = [batch.samples[at] for at in np.unique(tokens.sample[chosen])]
-    at, size, others = int(np.argmax(chosen)), float(gap.mean()), float(tokens.gap[~chosen].mean())
+    at, mean, rest_mean = int(np.argmax(chosen)), float(gap.mean()), float(tokens.gap[~chosen].mean())
     finding = batch.finding(
         "token_offset",
         "both",
         f"{chosen.sum()} of {len(tokens)} tokens are of id {', '.join(map(str, odd[:6]))}{', …' * (len(odd) > 6)} and "
-        f"have a mean gap of {size:+.3g} nats, the others {others:+.3g}. {fits}.",
+        f"have a mean gap of {mean:+.3g} nats, the others {rest_mean:+.3g}. {fits}.",
         OFFSET_FIX,
         samples,
         tokens=int(chosen.sum()),
         first=place_of(batch.samples[int(tokens.sample[at])], int(tokens.position[at])),
-        statistics={"ids": len(odd), "first_id": int(odd[0]), "mean_gap": size, "mean_gap_of_others": others},
+        statistics={
+            "ids": len(odd),
+            "first_id": int(odd[0]),
+            "mean_gap": mean,
+            "mean_gap_of_others": rest_mean,
+            "times_other_ids": float(size[is_odd].max()) / max(usual, 1e-9),
+        },
     )
     masks = {s.index: {"loss_mask": s.loss_mask & ~np.isin(s.response_ids, odd)} for s in samples}
     return [finding], batch.with_values(masks)

@@ -23,14 +23,15 @@ from mismatch_plugin.diagnose.detectors.numbers import (
     find_scale,
     find_zero_eos,
 )
+from mismatch_plugin.diagnose.detectors.sampler import find_cloned_groups, find_rounded_updates, find_stale_cache
 from mismatch_plugin.diagnose.detectors.served import find_settings, note
 from mismatch_plugin.diagnose.detectors.served_weights import find_served_weights
 from mismatch_plugin.diagnose.detectors.size import equal_sides, find_size, mismatch
 from mismatch_plugin.diagnose.detectors.tokens import find_retokenised, find_wrong_prompt
 from mismatch_plugin.diagnose.detectors.vocabulary import find_in_distributions
 from mismatch_plugin.diagnose.detectors.weights import find_not_updated, find_split, find_stale_server, find_versions
-from mismatch_plugin.diagnose.findings import FAULTS, CheckResult, FaultName, Finding, Item, Mismatch, Status, Undecided
-from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS, size_class
+from mismatch_plugin.diagnose.findings import FAULTS, CheckResult, FaultName, Finding, Item, Status, Undecided
+from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS
 
 
 class Detector(NamedTuple):
@@ -60,11 +61,12 @@ _LEFT_OUT: tuple[FaultName, ...] = (
 )  # fmt: skip
 """Once undone, tokens are missing by what they are: those that are left were not drawn as the log-probs tell."""
 
-TOLD = (find_served_weights, find_settings)
+TOLD = (find_served_weights, find_stale_cache, find_rounded_updates, find_settings)
 """What servers tell of themselves is no statistics: it is named before all else."""
 STAGES: tuple[tuple[Detector, ...], ...] = (
     (  # Broken pairs and numbers: found first, and undone, so that what follows sees sound pairs.
         Detector(find_ids, ("token_ids", "prompt_ids", "swapped_samples", "shift_by_one", "boundary")),
+        Detector(find_cloned_groups, alone=True),
         Detector(find_null_eos, alone=True),
         Detector(find_scale, ("log_base",), alone=True),
         Detector(find_numbers, alone=True),
@@ -142,13 +144,11 @@ def check_batch(
     ]
     before = mismatch(given)
     after = before if batch is given else mismatch(batch)
-    compared = len(batch.tokens)
-    few = given.has_training and compared < ENOUGH_TOKENS
+    few = given.has_training and len(batch.tokens) < ENOUGH_TOKENS
     status: Status = "faults" if any(item.counts for item in findings) else "undecided" if few else "clean"
     remarks = (note(given), equal_sides(batch))
     return CheckResult(
         status=status,
-        verdict=_verdict(status, findings, undecided, after, compared, given),
         samples=len(given),
         tokens=given.token_count,
         findings=tuple(findings),
@@ -161,32 +161,3 @@ def check_batch(
 
 def _faults(items: Sequence[Item]) -> set[FaultName]:
     return {item.fault for item in items if isinstance(item, Finding) and item.severity == "fault"}
-
-
-def _verdict(
-    status: Status,
-    findings: Sequence[Finding],
-    undecided: Sequence[Undecided],
-    level: Mismatch | None,
-    compared: int,
-    batch: Batch,
-) -> str:
-    """One line. level: once what was found is undone."""
-    looked = f"{len(batch)} samples, {batch.token_count} tokens"
-    if status == "faults":
-        faults = [item.fault for item in findings if item.counts]
-        return f"{len(faults)} fault{'s' if len(faults) > 1 else ''} in {looked}: {', '.join(dict.fromkeys(faults))}."
-    said = {
-        "Accepted": [item.fault for item in findings if item.accepted],
-        "Noted": [item.fault for item in findings if not item.accepted],
-        "Not decided": [name for item in undecided for name in item.faults],
-    }
-    more = "".join(f" {what}: {', '.join(dict.fromkeys(names))}." for what, names in said.items() if names)
-    if status == "undecided":
-        return (
-            f"Not decided in {looked}: {compared} tokens can be compared, {ENOUGH_TOKENS} are needed; no fault so "
-            f"far.{more}"
-        )
-    if level is None:
-        return f"No fault in {looked}, without a comparison of the two sides.{more}"
-    return f"No fault in {looked}: {level}, {size_class(level)}.{more}"

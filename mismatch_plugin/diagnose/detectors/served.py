@@ -83,7 +83,7 @@ def pieces_of(sample: Sample) -> Iterator[Piece]:
                 yield Piece(sample, served, label, weights, start + int(at[0]), len(at), last)
 
 
-def few(workers: Iterable[Worker]) -> str:
+def few(workers: Iterable[tuple[str | None, int | None]]) -> str:
     """The first of these names, and how many more there are."""
     names = [called(worker) for worker in dict.fromkeys(workers)]
     return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")

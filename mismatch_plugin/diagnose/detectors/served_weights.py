@@ -34,7 +34,6 @@ PARTLY_FIX = (
     "Compare the names that are sent with those that the server knows; its log names the matrices that did not change. "
     "Where layers are frozen (a vision tower) or only adapters train, it is meant: --accept weights_partly_updated."
 )
-SESSIONS_FIX = f"Nothing, where one version is sent in several begin…end sessions. Else: {PARTLY_FIX}"
 HALF_FIX = "Pause generation while weights are sent (mode retract), until every bucket of every rank has arrived."
 LABEL_FIX = "Send a weight_version of its own with every update: staleness and a comparison of servers go by it."
 OTHER_FIX = (
@@ -102,32 +101,21 @@ def _half_done(batch: Batch, pieces: Sequence[Piece]) -> list[Item]:
 
 
 def _partly(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set[Key]]:
-    """The last update changed some matrices and not the others.
-
-    Where a server counts more updates than versions, one is sent in several sessions, of which the last tells nothing.
-    """
+    """The last update changed some matrices and not the others."""
     wrong = [(p, u) for p in pieces if (u := p.update) is not None and u.changed and u.changed_matrices < u.matrices]
-    found: list[Item] = []
-    for several in (False, True):
-        chosen = [(piece, update) for piece, update in wrong if _sessions(piece, update, pieces) == several]
-        if not chosen:
-            continue
-        of = dict.fromkeys((piece.served.worker, update) for piece, update in chosen)
-        shown = "; ".join(
-            f"{called(worker)}: update {update.number} changed {update.changed_matrices} of {update.matrices} matrices "
-            f"({update.changed} of {update.tensors} tensors{_unchanged(update)})"
-            for worker, update in [*of][:MOST_NAMES]
-        )
-        workers = few(worker for worker, _ in of)
-        evidence = f"Only a part of the weights changed in the last update of {workers}. {shown}."
-        told, fix = [piece for piece, _ in chosen], PARTLY_FIX
-        if several:
-            evidence += " These servers count more updates than versions: others of them may have brought the rest."
-            fix = SESSIONS_FIX
-        severity: Severity = "note" if several else "fault"
-        confidence: Confidence = "possible" if several else "likely"
-        found.append(_finding(batch, "weights_partly_updated", evidence, fix, told, severity, confidence))
-    return found, {piece.key for piece, update in wrong if not _sessions(piece, update, pieces)}
+    if not wrong:
+        return [], set()
+    of = dict.fromkeys((piece.served.worker, update) for piece, update in wrong)
+    shown = "; ".join(
+        f"{called(worker)}: update {update.number} changed {update.changed_matrices} of {update.matrices} matrices "
+        f"({update.changed} of {update.tensors} tensors{_unchanged(update)})"
+        for worker, update in [*of][:MOST_NAMES]
+    )
+    workers = few(worker for worker, _ in of)
+    evidence = f"Only a part of the weights changed in the last update of {workers}. {shown}."
+    told = [piece for piece, _ in wrong]
+    found = _finding(batch, "weights_partly_updated", evidence, PARTLY_FIX, told, confidence="likely")
+    return [found], {piece.key for piece in told}
 
 
 def _unchanged(update: LastUpdate) -> str:
@@ -135,21 +123,6 @@ def _unchanged(update: LastUpdate) -> str:
         return ""
     more = update.matrices - update.changed_matrices - len(update.unchanged)
     return f"; not {', '.join(update.unchanged)}" + (f" and {more} more" if more > 0 else "")
-
-
-def _sessions(piece: Piece, update: LastUpdate, pieces: Sequence[Piece]) -> bool:
-    """The worker had more updates than versions: between two labels of its, or since the run began at version 0."""
-    version = version_number(piece.label)
-    if version is None:
-        return False
-    told = {
-        (number, other.update.number)
-        for other in pieces
-        if other.served.worker == piece.served.worker and other.update is not None
-        if (number := version_number(other.label)) is not None and number < version
-    }
-    before, updates = max(told, default=(-1, 0))
-    return update.number - updates > version - before
 
 
 def _stale(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set[Key]]:

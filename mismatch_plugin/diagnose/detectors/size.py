@@ -12,8 +12,8 @@ from itertools import pairwise
 import numpy as np
 
 from mismatch_plugin.data.arrays import Bools, Floats, Ints
-from mismatch_plugin.diagnose.batch import Batch, Outcome
-from mismatch_plugin.diagnose.detectors.distance import scaled
+from mismatch_plugin.diagnose.batch import Batch, Outcome, median
+from mismatch_plugin.diagnose.detectors.distance import CLIP, ordinary, telling
 from mismatch_plugin.diagnose.detectors.distribution import rank_correlation
 from mismatch_plugin.diagnose.findings import Confidence, FaultName, Finding, Mismatch, Severity, place_of
 from mismatch_plugin.diagnose.normal import (
@@ -129,10 +129,10 @@ class Gaps:
 
     @classmethod
     def of(cls, batch: Batch) -> Gaps:
-        measured = scaled(batch, typical=0.5)
-        told = measured.informative
-        tokens, size, typical = measured.tokens.where(told), measured.size[told], measured.ordinary[told]
-        relative = size / np.maximum(typical, 1e-9)
+        tokens, told = batch.tokens, telling(batch.tokens)
+        size = np.minimum(np.abs(tokens.gap), CLIP)
+        typical = ordinary(tokens, size, median, (tokens.occurred, ~tokens.occurred))[told]  # a penalty moves one kind
+        tokens, relative = tokens.where(told), size[told] / np.maximum(typical, 1e-9)
         return cls(batch, tokens.gap, -tokens.rollout, typical, relative, tokens.sample, tokens.position)
 
     @cached_property

@@ -7,7 +7,6 @@ one version sampled.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,13 +16,8 @@ from mismatch_plugin.data.arrays import Bools, Floats, Ints
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens
 from mismatch_plugin.diagnose.detectors.alignment import IDS_FIX, LAGS, PROMPT_FIX, moved
-from mismatch_plugin.diagnose.detectors.distance import CLIP, compare, distances
+from mismatch_plugin.diagnose.detectors.distance import CLIP, compare, distances, ordinary, telling
 from mismatch_plugin.diagnose.findings import Confidence, Finding, first_place, place_of
-
-CERTAIN = 0.05
-"""Tokens that both sides give a log-prob above −this say nothing: any two policies agree on them."""
-BINS = 10
-"""By rollout log-prob, to tell which gap is ordinary there."""
 
 EARLY_TOKENS = 16
 """Tokens of a response that are early, at most; a third of a shorter one. Late ones are its second half."""
@@ -59,16 +53,6 @@ def _borders(sample: Sample) -> list[int]:
     """Positions at which another version begins."""
     spans = [span for span in sample.weight_versions if span.end > span.start]
     return [after.start for before, after in pairwise(spans) if after.version != before.version]
-
-
-def _ordinary(tokens: Tokens, size: Floats, kinds: list[Bools], typical: Callable[[Floats], float]) -> Floats:
-    """[T] what `typical` is of |gap| among the tokens of one kind in the same tenth by rollout log-prob."""
-    ordinary = np.zeros(len(size))
-    for kind in kinds:
-        for part in np.array_split(tokens.order_down[kind[tokens.order_down]], BINS):
-            if len(part):
-                ordinary[part] = typical(size[part])
-    return ordinary
 
 
 class _Contrast(NamedTuple):
@@ -110,14 +94,14 @@ def _relative(batch: Batch) -> tuple[Floats, Floats]:
     lengths = np.array([(_borders(sample) or [len(sample)])[0] for sample in batch])
     tokens = batch.tokens.where(batch.tokens.position < lengths[batch.tokens.sample])
     size = np.minimum(np.abs(tokens.gap), CLIP)
-    ordinary = _ordinary(tokens, size, [np.ones(len(size), dtype=bool)], np.mean)
+    usual_size = ordinary(tokens, size, np.mean)
     end = np.minimum(EARLY_TOKENS, lengths // 3)
     late = np.maximum(2 * end, lengths // 2)[tokens.sample]
-    told = np.minimum(tokens.rollout, tokens.training) < -CERTAIN
+    told = telling(tokens)
     parts = [told & at for at in (tokens.position < end[tokens.sample], tokens.position >= late)]
     counts, gaps, usual = (
         np.stack([np.bincount(tokens.sample[at], of[at], len(batch)) for at in parts])
-        for of in (np.ones(len(size)), size, ordinary)
+        for of in (np.ones(len(size)), size, usual_size)
     )
     enough = (counts >= MIN_EACH) & (usual > 0)
     relative = np.log(np.divide(gaps, usual, where=enough, out=np.full(gaps.shape, np.nan)) + SOFT)
@@ -241,11 +225,13 @@ def _far_tokens(batch: Batch) -> tuple[Tokens, Floats, Bools, list[Ints]]:
             here = slice(*np.searchsorted(tokens.sample, (sample.index, sample.index + 1)))
             later[here] = len(borders) - np.searchsorted(borders, tokens.position[here], side="right")
     kinds = [(later == count) & (tokens.occurred == again) for count in np.unique(later) for again in (True, False)]
-    ordinary = _ordinary(tokens, size, kinds, lambda values: float(np.quantile(values, QUANTILE)))
-    told = np.minimum(tokens.rollout, tokens.training) < -CERTAIN
+    usual = ordinary(tokens, size, lambda values: np.quantile(values, QUANTILE), kinds)
+    told = telling(tokens)
+    for values in (tokens.rollout, tokens.training):  # a fill or a floor is a number's fault
+        told &= (values != 0.0) & (values != values.min(initial=0.0))
     tokens, size, later = tokens.where(told), size[told], later[told]
     starts = np.flatnonzero((np.diff(tokens.sample) != 0) | (np.diff(later) != 0)) + 1
-    far = size > np.maximum(FAR_NATS, FAR_TIMES * ordinary[told])
+    far = size > np.maximum(FAR_NATS, FAR_TIMES * usual[told])
     return tokens, size, far, np.split(np.arange(len(size)), starts)
 
 

@@ -18,7 +18,7 @@ from mismatch_plugin.diagnose.batch import Batch, Outcome, median
 from mismatch_plugin.diagnose.detectors.distance import logit_gap
 from mismatch_plugin.diagnose.detectors.distribution import rank_correlation
 from mismatch_plugin.diagnose.detectors.layers import OLD_FIX, find_start, versions_of
-from mismatch_plugin.diagnose.detectors.served import weights_agree
+from mismatch_plugin.diagnose.detectors.served import few, weights_agree
 from mismatch_plugin.diagnose.detectors.size import UNRELATED
 from mismatch_plugin.diagnose.findings import Confidence, Finding, Item, Undecided, called, place_of
 from mismatch_plugin.diagnose.normal import LOGIT_GAPS
@@ -130,8 +130,9 @@ def _furthest(batch: Batch, groups: dict[Hashable, list[Scored]]) -> Finding | N
 
 
 def find_split(batch: Batch) -> Outcome:
-    """Two clear populations where no record names a worker."""
-    scored = sorted(score(batch), key=lambda item: item.relative)
+    """Two clear populations where no record names a worker, among the responses of one version."""
+    scored = [item for item in score(batch) if len({span.version for span in item.sample.weight_versions}) < 2]
+    scored.sort(key=lambda item: item.relative)
     if len(scored) < 2 * MIN_SAMPLES or any(item.sample.worker[1] is not None for item in scored):
         return [], batch
     logs = np.log([item.relative for item in scored])
@@ -293,8 +294,8 @@ def _initial(batch: Batch) -> list[Item]:
         reason = f"{len(unnamed)} samples are of updates that named no version: send weight_version with each"
         items.append(Undecided(faults=("staleness",), reason=reason))
     if old:
-        names = list(dict.fromkeys(called(sample.worker) for sample in old if sample.worker != (None, None)))
-        which = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") or "the servers"
+        names = few(sample.worker for sample in old if sample.worker != (None, None))
+        which = names or "the servers"
         evidence = (
             f"{len(old)} of {len(batch)} samples{f', of {which},' if names else ''} have the weight version "
             f"{INITIAL_VERSION!r}, while the trainer is at {old[0].trainer_version!r}. {INITIAL_VERSION!r} is SGLang's "

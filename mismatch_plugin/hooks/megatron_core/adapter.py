@@ -23,7 +23,6 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.loss import PolicyLoss
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.hooks.base import validate_group_advantages
 from mismatch_plugin.hooks.megatron_core.batch import MegatronBatch
 from mismatch_plugin.hooks.megatron_core.extra_losses import extra_losses, logits_with_labels, mtp_arguments
 from mismatch_plugin.hooks.megatron_core.fused_head import hidden_states, validate_fused_head
@@ -303,9 +302,11 @@ def _backend(config: MismatchConfig, given: Backend | None, entropy: Entropy) ->
 def _refuse(config: MismatchConfig, per_token: bool, extra: list[str]) -> None:
     """Settings that this loop cannot make exact."""
     Step(config, ParallelGroups())  # refuses a scope that no loop of micro-batches can give
-    validate_group_advantages(
-        config, "the megatron-core hook", "a batch brings its advantages (mismatch_plugin.group_advantages forms them)"
-    )
+    if config.rs.group != "keep":
+        raise ValueError(
+            f"--rs-group {config.rs.group} cannot be had in the megatron-core hook, whose batches bring advantages: "
+            f"form them by mismatch_plugin.group_advantages, and leave it out."
+        )
     if "MTP" in extra and not per_token:
         raise ValueError(
             "without calculate_per_token_loss megatron divides the MTP loss by each micro-batch's own trained tokens, "

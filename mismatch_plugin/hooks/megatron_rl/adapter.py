@@ -20,21 +20,54 @@ from mismatch_plugin.config import MismatchConfig, MismatchWarning
 from mismatch_plugin.config.flags import add_arguments
 from mismatch_plugin.core.packed import HALF
 from mismatch_plugin.hooks.base import start_block
+from mismatch_plugin.hooks.hosts import MEGATRON_LM
 from mismatch_plugin.hooks.megatron_rl.config import HALF_PRECISION, describe, settings, sums_tokens, without_mask
 from mismatch_plugin.hooks.megatron_rl.loss import Clip, GrpoTerms, grpo_terms, pack
-from mismatch_plugin.hooks.megatron_rl.step import StepEnd, data_groups
+from mismatch_plugin.hooks.megatron_step import MegatronStep
 from mismatch_plugin.hooks.version import version_line
+from mismatch_plugin.parallel.groups import ParallelGroups
 
 
 class _Run:
-    """What this process keeps from one call to the next: the configuration, the step's end, Megatron's functions."""
+    """What this process keeps from one call to the next: the configuration, Megatron's functions, the step."""
 
     handed_over: dict[str, Any] | None = None
     args: Namespace | None = None
     config: MismatchConfig | None = None
-    step_end: StepEnd | None = None
     host_get_logprobs: Callable[..., Tensor] | None = None
     warned = False
+
+    def __init__(self) -> None:
+        self.step = MegatronStep(_log, is_first=_is_first)
+
+
+def data_groups() -> ParallelGroups:
+    """The groups of a running Megatron-LM. Under context parallelism it holds whole sequences on every rank of the
+    group, so that statistics are summed over DP alone."""
+    groups = ParallelGroups.from_megatron()
+    return ParallelGroups(tp=groups.tp, dp=groups.dp, dp_cp=groups.dp, pp=groups.pp)
+
+
+def _is_first(groups: ParallelGroups) -> bool:
+    """The rank of the last stage that is first in its DP and TP groups, and in its context-parallel group."""
+    from megatron.core import parallel_state
+
+    ranks = [group.rank() for group in (groups.dp, groups.tp) if group is not None]
+    return not any(ranks) and parallel_state.get_context_parallel_rank() == 0
+
+
+def _log(args: Any, metrics: dict[str, float], number: int, first: bool) -> None:
+    """To Megatron's TensorBoard and W&B writers where this rank has one."""
+    training = import_module("megatron.training")
+    board, wandb = training.get_tensorboard_writer(), training.get_wandb_writer()
+    if board is not None:
+        for name, value in metrics.items():
+            board.add_scalar(name, value, number)
+    if wandb:
+        wandb.log(metrics, number)
+
+
+RUN = _Run()
 
 
 def extra_args_provider(host_provider: Callable[[ArgumentParser], ArgumentParser] | None = None) -> Callable[..., Any]:
@@ -45,8 +78,8 @@ def extra_args_provider(host_provider: Callable[[ArgumentParser], ArgumentParser
 
     def provider(parser: ArgumentParser) -> ArgumentParser:
         parser = add_arguments(parser if host_provider is None else host_provider(parser))
-        if _Run.handed_over is not None:
-            parser.set_defaults(mismatch_settings=_Run.handed_over)
+        if RUN.handed_over is not None:
+            parser.set_defaults(mismatch_settings=RUN.handed_over)
         return parser
 
     return provider
@@ -57,12 +90,12 @@ def install(settings_given: dict[str, Any], patched: bool) -> None:
 
     patched: train_rl.py imports them itself.
     """
-    _Run.handed_over = settings_given
+    RUN.handed_over = settings_given
     if patched:
         return
     rl_utils: Any = import_module("megatron.rl.rl_utils")
     inference: Any = import_module("megatron.inference.utils")
-    _Run.host_get_logprobs = rl_utils.get_logprobs
+    RUN.host_get_logprobs = rl_utils.get_logprobs
     rl_utils.get_logprobs, rl_utils.calculate_grpo_loss = get_logprobs, calculate_grpo_loss
     inference.add_inference_args = extra_args_provider(inference.add_inference_args)
 
@@ -72,10 +105,10 @@ def start(args: Namespace) -> None:
 
     Raises: SystemExit with one sentence.
     """
-    if _Run.handed_over is not None:
+    if RUN.handed_over is not None:
         return  # the launcher has said it
     try:
-        lines = [*describe(settings(args), args), version_line("megatron-lm")]
+        lines = [*describe(settings(args), args), version_line(MEGATRON_LM)]
     except ValueError as error:
         raise SystemExit(f"mismatch_plugin: {error}") from None
     if getattr(args, "rank", 0) == 0:
@@ -85,17 +118,23 @@ def start(args: Namespace) -> None:
 def _current_settings() -> tuple[MismatchConfig, Namespace]:
     """`settings` of megatron's global arguments, built once."""
     args = import_module("megatron.training").get_args()
-    if _Run.config is None or _Run.args is not args:
-        _Run.args, _Run.config = args, settings(args)
-    return _Run.config, args
+    if RUN.config is None or RUN.args is not args:
+        RUN.args, RUN.config = args, settings(args)
+    return RUN.config, args
 
 
 def get_logprobs(model: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Megatron's `get_logprobs`; the first call with gradient attaches the step's end to the model's config."""
-    host = _Run.host_get_logprobs or import_module("megatron.rl.rl_utils").get_logprobs
-    if _Run.step_end is None and not kwargs.get("no_grad", False):
+    """Megatron's `get_logprobs`; the first call with gradient of a step begins it, on every pipeline stage.
+
+    Raises ValueError where batch normalisation over the step meets another source of gradient: here its factor is known
+    after the step in algorithm 2 as well.
+    """
+    host = RUN.host_get_logprobs or import_module("megatron.rl.rl_utils").get_logprobs
+    if not RUN.step.begun and not kwargs.get("no_grad", False):
         config, host_args = _current_settings()
-        _Run.step_end = StepEnd(config, model.config, data_groups(), host_args)
+        # Megatron's own count, as of its log line: `curr_iteration` is what was done before.
+        number = int(getattr(host_args, "curr_iteration", 0)) + 1
+        RUN.step.begin(host_args, config, data_groups(), model.config, number, compare=False)
     return host(model, *args, **kwargs)
 
 
@@ -122,18 +161,15 @@ def calculate_grpo_loss(
     Raises: ValueError where a setting needs the loss mask and there is none. Host syncs and collectives: none.
     """
     config, _ = _current_settings()
-    step_end = _Run.step_end
     if loss_mask is None:
-        config = without_mask(config)
-        if step_end is not None:
-            step_end.config = config
+        config = RUN.step.config = without_mask(config)
     if not current_logprobs.shape == old_logprobs.shape == ref_logprobs.shape:
         raise ValueError(
             f"current, old and reference log-probs have shapes {tuple(current_logprobs.shape)}, "
             f"{tuple(old_logprobs.shape)} and {tuple(ref_logprobs.shape)}: they must be those of the same tokens."
         )
-    if old_logprobs.dtype in HALF and sums_tokens(config) and not _Run.warned:
-        _Run.warned = True
+    if old_logprobs.dtype in HALF and sums_tokens(config) and not RUN.warned:
+        RUN.warned = True
         warnings.warn(f"log-probs are {HALF_PRECISION}.", MismatchWarning, stacklevel=2)
     packed = pack(
         config,
@@ -145,8 +181,7 @@ def calculate_grpo_loss(
         seq_lengths=seq_lengths,
     )
     clip = Clip(clamp_eps_lower, clamp_eps_upper, kl_beta, entropy_weight)
-    factor = None if step_end is None else step_end.batch_factor  # without a step's end each micro-batch has its own
-    terms, statistics = grpo_terms(current_logprobs, ref_logprobs, packed, config, clip, factor)
-    if step_end is not None and torch.is_grad_enabled():
-        step_end.add(statistics)
+    terms, statistics = grpo_terms(current_logprobs, ref_logprobs, packed, config, clip, RUN.step.factor(config))
+    if torch.is_grad_enabled():
+        RUN.step.add(statistics)
     return terms

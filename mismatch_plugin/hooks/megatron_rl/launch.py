@@ -10,7 +10,7 @@ from typing import Any
 
 from mismatch_plugin.hooks.base import Given, Host, Plan, peek
 from mismatch_plugin.hooks.megatron_rl.adapter import calculate_grpo_loss, install
-from mismatch_plugin.hooks.megatron_rl.config import COEFFICIENT, IS_CORRECTION, describe, settings, validate_effect
+from mismatch_plugin.hooks.megatron_rl.config import COEFFICIENT, IS_CORRECTION, describe, settings, without_mask
 from mismatch_plugin.hooks.version import validate_megatron_version
 
 _NO_CORRECTION = "--no-rl-inference-logprobs-is-correction"
@@ -33,9 +33,10 @@ TABLE: dict[str, dict[str, Any]] = {
     IS_CORRECTION: _SWITCH,
     _NO_CORRECTION: _SWITCH,
 }
+FLAGS = frozenset(TABLE)
 
 
-def plan(given: Given, script: Path | None) -> Plan:
+def plan(host: Host, given: Given, script: Path | None) -> Plan:
     """The run of train_rl.py.
 
     Raises: ValueError where Megatron's own correction flags and ours disagree, where a setting needs the loss mask, or
@@ -43,7 +44,7 @@ def plan(given: Given, script: Path | None) -> Plan:
     another `calculate_grpo_loss`.
     """
     if not given.flags:
-        return Plan.untouched("Megatron-LM", given)
+        return Plan.untouched(host, given)
     args, _ = peek(given.host_argv, TABLE)
     if args.no_rl_inference_logprobs_is_correction:
         raise ValueError(
@@ -59,18 +60,18 @@ def plan(given: Given, script: Path | None) -> Plan:
             )
     folders = [] if script is None else [script.parent]
     validate_megatron_version(folders)
-    _validate_loss_signature(folders)
+    _validate_loss(folders)
     patched = script is not None and b"mismatch_plugin" in script.read_bytes()
     added = () if corrects else (IS_CORRECTION,)
     args.rl_inference_logprobs_is_correction, args.mismatch_settings = True, given.settings
     config = settings(args)
     if not patched:
-        validate_effect(config, "--mismatch-metrics" in given.flags)
+        without_mask(config)
     lines = describe(config, args, masked=patched)
     return Plan((*given.host_argv, *added), added, tuple(lines), lambda: install(given.settings, patched), config)
 
 
-def _validate_loss_signature(folders: list[Path]) -> None:
+def _validate_loss(folders: list[Path]) -> None:
     """Raises ValueError where the Megatron-LM that will run passes its loss other arguments than ours takes."""
     roots = [*folders, *(Path(entry) for entry in sys.path)]
     path = next((p for root in roots if (p := root / "megatron" / "rl" / "rl_utils.py").is_file()), None)
@@ -87,16 +88,3 @@ def _validate_loss_signature(folders: list[Path]) -> None:
             f"this Megatron-LM's calculate_grpo_loss is not the one that the plugin replaces ({odd} differs): use "
             f"Megatron-LM at d98e8a64 (August 2026), or a plugin for yours."
         )
-
-
-HOST = Host(
-    name="megatron-lm",
-    packages=("megatron.rl",),
-    plan=plan,
-    reads=(("megatron.inference.utils", "add_inference_args"),),
-    flags=frozenset(TABLE),
-    trainer="train_rl.py",
-    inside="megatron/rl",
-    version_file="megatron/core/package_info.py",
-    distribution="megatron-core",
-)

@@ -16,7 +16,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -27,17 +27,18 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.loss import TokenLoss, sum_tokens, token_loss
 from mismatch_plugin.core.objectives import score_function_kl
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.hooks.base import replace_function, start_block
+from mismatch_plugin.hooks.base import is_wrapped, start_block, wrap_once, wrapped_by
+from mismatch_plugin.hooks.hosts import NEMO_RL
 from mismatch_plugin.hooks.nemo_rl.config import describe, loss_settings, settings
 from mismatch_plugin.hooks.nemo_rl.groups import GroupAdvantages
 from mismatch_plugin.hooks.nemo_rl.metrics import normalizers, summable_metrics
+from mismatch_plugin.hooks.ray_actors import check_actors
 from mismatch_plugin.hooks.version import version_line
 from mismatch_plugin.report.log import report_logged, validate_same_settings
 
 logger = logging.getLogger("mismatch_plugin")
 _INTERFACES = "nemo_rl.algorithms.loss.interfaces"
 _GRPO = "nemo_rl.algorithms.grpo"
-_WRAPPED = "mismatch_plugin_wraps"
 _EPSILON = 1e-8  # NeMo-RL's own, in every mean
 
 
@@ -156,37 +157,37 @@ class MismatchLoss:
         return value if value.dim() == 1 else value[:, 1:]
 
 
-def with_mismatch_loss(
-    setup: Callable[..., tuple[Any, ...]], said: Sequence[str] = ()
-) -> Callable[..., tuple[Any, ...]]:
-    """NeMo-RL's `setup`, its loss replaced and the start-up block printed; unchanged without `loss_fn.mismatch`.
+def with_mismatch_loss(setup: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """NeMo-RL's `setup` as a patched tree decorates it: see `setup_with_loss`."""
+    return wrapped_by(setup_with_loss, setup)
+
+
+def setup_with_loss(
+    own: Callable[..., tuple[Any, ...]], master_config: Any, *args: Any, said: Sequence[str] = (), **kwargs: Any
+) -> tuple[Any, ...]:
+    """What NeMo-RL's `setup` returns, its loss replaced and the start-up block printed; its own without
+    `loss_fn.mismatch`.
 
     said: the block's lines that the launcher has printed; only what the whole configuration adds to them is.
-    Raises: ValueError where what `setup` returns holds no loss, or the settings contradict NeMo-RL's.
+    Raises: ValueError where what `setup` returns holds no loss, the settings contradict NeMo-RL's, or workers cannot
+    load the loss.
     """
-    if hasattr(setup, _WRAPPED):
-        return setup
-
-    @wraps(setup)
-    def wrapped(master_config: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        if loss_settings(master_config).get("mismatch") is None:
-            return setup(master_config, *args, **kwargs)
-        config = settings(master_config)
-        lines = describe(config, master_config)  # a mistake shows before the cluster starts
-        if config.report_dir is not None:
-            validate_same_settings(config.report_dir, config, holds=True)
-        if config.rs.group != "keep":
-            GroupAdvantages(config, master_config).install()
-        lines = [line for line in lines if line not in said] if said else [*lines, version_line("nemo-rl")]
-        if lines:
-            print(start_block("nemo-rl", lines), flush=True)
-        made = replace_loss(setup(master_config, *args, **kwargs), master_config)
-        if config.report_dir is not None:
-            write_steps(made, config)
-        return made
-
-    setattr(wrapped, _WRAPPED, setup)
-    return wrapped
+    if loss_settings(master_config).get("mismatch") is None:
+        return own(master_config, *args, **kwargs)
+    config = settings(master_config)
+    lines = describe(config, master_config)  # a mistake shows before the cluster starts
+    check_actors()
+    if config.report_dir is not None:
+        validate_same_settings(config.report_dir, config, holds=True)
+    if config.rs.group != "keep":
+        GroupAdvantages(config, master_config).install()
+    lines = [line for line in lines if line not in said] if said else [*lines, version_line(NEMO_RL)]
+    if lines:
+        print(start_block("nemo-rl", lines), flush=True)
+    made = replace_loss(own(master_config, *args, **kwargs), master_config)
+    if config.report_dir is not None:
+        write_steps(made, config)
+    return made
 
 
 def replace_loss(made: tuple[Any, ...], master_config: Any) -> tuple[Any, ...]:
@@ -210,22 +211,17 @@ def write_steps(made: tuple[Any, ...], config: MismatchConfig) -> None:
     loggers: list[Any] = [item for item in made if callable(getattr(item, "log_metrics", None))]
     if len(loggers) != 1:
         raise ValueError(f"NeMo-RL's setup returned {len(loggers)} loggers, not one: leave report_dir out.")
-    own = loggers[0].log_metrics
 
-    @wraps(own)
-    def log_metrics(metrics: Mapping[str, Any], step: int, *args: Any, **kwargs: Any) -> None:
+    def log_metrics(own: Callable[..., None], metrics: Mapping[str, Any], step: int, *args: Any, **kwargs: Any) -> None:
         own(metrics, step, *args, **kwargs)
         report_logged(config, int(step), metrics)
 
-    loggers[0].log_metrics = log_metrics
+    wrap_once(loggers[0], "log_metrics", log_metrics)
 
 
-def install() -> None:
+def install(said: Sequence[str] = ()) -> None:
     """Wrap `nemo_rl.algorithms.grpo.setup`, also where the script has imported it by name already. Idempotent."""
-    own = import_module(_GRPO).setup
-    replace_function(_GRPO, "setup", wrapped := with_mismatch_loss(own))
-    if _script_setup() is own:
-        sys.modules["__main__"].__dict__["setup"] = wrapped
+    wrap_once(_GRPO, "setup", partial(setup_with_loss, said=said))
 
 
 def _script_setup() -> Any:
@@ -236,7 +232,7 @@ def _script_setup() -> Any:
 def _warn_of_own_loss() -> None:
     """NeMo-RL keeps keys that it does not know, and says nothing of them."""
     setup = _script_setup()
-    if getattr(setup, "__module__", None) == _GRPO and not hasattr(setup, _WRAPPED):
+    if getattr(setup, "__module__", None) == _GRPO and not is_wrapped(setup):
         logger.warning(
             "NeMo-RL's setup made the loss, and loss_fn.mismatch, if it is set, had no effect: call "
             "mismatch_plugin.hooks.nemo_rl.install() in the script, or start it through the launcher."

@@ -7,7 +7,7 @@ prev_logprobs and the advantages all of its trainers call one function with the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial, wraps
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -18,11 +18,9 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.correction import correct
 from mismatch_plugin.core.groups import EPSILON, group_metrics
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.hooks.base import replace_function
+from mismatch_plugin.hooks.base import wrap_once
 
 _GRPO, _UTILITIES = "nemo_rl.algorithms.grpo", "nemo_rl.algorithms.utils"
-_BETWEEN, _CREATE = "compute_and_apply_seq_logprob_error_masking", "_create_advantage_estimator"
-_WRAPPED = "mismatch_plugin_wraps"
 
 
 class GroupAdvantages:
@@ -45,12 +43,8 @@ class GroupAdvantages:
 
     def install(self) -> None:
         """Wrap NeMo-RL's function between log-probs and advantages, and what makes its estimator. Once a run."""
-        grpo: Any = import_module(_GRPO)
-        for name, around in ((_BETWEEN, self.between), (_CREATE, self.create)):
-            own = getattr(getattr(grpo, name), _WRAPPED, getattr(grpo, name))
-            wrapped = wraps(own)(partial(around, own))
-            vars(wrapped)[_WRAPPED] = own
-            replace_function(_GRPO, name, wrapped)
+        wrap_once(_GRPO, "compute_and_apply_seq_logprob_error_masking", self.between)
+        wrap_once(_GRPO, "_create_advantage_estimator", self.create)
 
     def between(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """NeMo-RL's own, which may mask samples; then who of the rest keeps a token. Its metrics are logged."""

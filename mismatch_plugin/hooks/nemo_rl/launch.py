@@ -8,23 +8,25 @@ python -m mismatch_plugin.launch examples/run_grpo.py --config … --use-tis
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from mismatch_plugin.config.documents import read_mapping
 from mismatch_plugin.config.values import merge
-from mismatch_plugin.hooks.base import Given, Host, Plan, peek, replace_function, stop
-from mismatch_plugin.hooks.hydra import put, read_overrides, text
-from mismatch_plugin.hooks.ray_actors import check_actors
+from mismatch_plugin.hooks.base import Given, Host, Plan, peek
+from mismatch_plugin.hooks.nemo_rl.adapter import install
+from mismatch_plugin.hooks.nemo_rl.config import describe, settings
+from mismatch_plugin.hooks.tree import put, read_overrides, text
 
 _SECTION, _BLOCK = "loss_fn", "loss_fn.mismatch"
 _DEFAULT_CONFIG = Path("configs", "grpo_math_1B.yaml")
 
 
-def plan(given: Given, script: Path | None) -> Plan:
+FLAGS: frozenset[str] = frozenset()
+
+
+def plan(host: Host, given: Given, script: Path | None) -> Plan:
     """The run of examples/run_grpo.py, or a script like it.
 
     Raises: ValueError where the configuration's `loss_fn` and ours contradict each other.
@@ -33,34 +35,15 @@ def plan(given: Given, script: Path | None) -> Plan:
     sections = _sections(args, given, script)
     there = sections[_SECTION].get("mismatch") is not None
     if not given.flags and not there:
-        return Plan.untouched("NeMo-RL", given)
+        return Plan.untouched(host, given)
     if given.flags and there:
         raise ValueError(f"{_BLOCK} is set next to the plugin's flags: give the settings in one of the two ways.")
     added: tuple[str, ...] = ()
     if given.flags:
         added, sections[_SECTION]["mismatch"] = (f"+{_BLOCK}={text(given.settings)}",), given.settings
-    hooks = import_module("mismatch_plugin.hooks.nemo_rl")
-    config = hooks.settings(sections)
-    lines = tuple(hooks.describe(config, sections))
-    return Plan((*given.host_argv, *added), added, lines, partial(_install, lines), config)
-
-
-def _install(said: tuple[str, ...]) -> None:
-    hooks, grpo = import_module("mismatch_plugin.hooks.nemo_rl"), import_module("nemo_rl.algorithms.grpo")
-    replace_function("nemo_rl.algorithms.grpo", "setup", _after_check(hooks.with_mismatch_loss(grpo.setup, said)))
-
-
-def _after_check(setup: Callable[..., Any]) -> Callable[..., Any]:
-    """setup, which the script calls with Ray running, behind the check that its workers can load the loss."""
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        try:
-            check_actors()
-        except ValueError as error:
-            stop(str(error))
-        return setup(*args, **kwargs)
-
-    return checked
+    config = settings(sections)
+    lines = tuple(describe(config, sections))
+    return Plan((*given.host_argv, *added), added, lines, partial(install, lines), config)
 
 
 def _sections(args: Namespace, given: Given, script: Path | None) -> dict[str, Any]:
@@ -88,14 +71,3 @@ def _read(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Any]:
     for parent in [defaults] if isinstance(defaults, str) else defaults:
         sections = merge(sections, _read(path.parent / str(parent), (*children, path)))
     return merge(sections, {name: data.get(name) or {} for name in sections})
-
-
-HOST = Host(
-    name="nemo-rl",
-    packages=("nemo_rl",),
-    plan=plan,
-    reads=(("nemo_rl.algorithms.grpo", "setup"),),
-    trainer="run_grpo.py",
-    inside="nemo_rl/algorithms",
-    version_file="nemo_rl/package_info.py",
-)

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from mismatch_plugin.hooks.slime import samples
 from mismatch_plugin.hooks.slime.adapter import RayAdapter
-from mismatch_plugin.hooks.slime.groups import check_groups, rollout_advantages
+from mismatch_plugin.hooks.slime.config import validate_groups
+from mismatch_plugin.hooks.slime.groups import rollout_advantages
 from mismatch_plugin.hooks.slime.samples import keep_served as keep_served
 from mismatch_plugin.parallel.groups import ParallelGroups
 
@@ -67,7 +68,7 @@ class SlimeAdapter(RayAdapter):
         Collectives, host syncs, errors: those of `rollout_advantages`.
         """
         config = self.config(args)
-        check_groups(args, config, self.name)
+        validate_groups(args, config, self.name)
         found, self.run.rollout_metrics = rollout_advantages(args, rollout_data, config, self.groups, self.versions)
         shapes = rollout_data["kl"]
         rollout_data["advantages"] = [

@@ -9,7 +9,6 @@ what the arguments mean in `config`.
 from __future__ import annotations
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -21,16 +20,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_plugin.config import MismatchConfig, MismatchWarning
+from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config.values import ignore_mismatch_warnings
 from mismatch_plugin.core.correction import Correction, correct
 from mismatch_plugin.core.loss import TokenLoss, token_loss
 from mismatch_plugin.core.objectives import LOW_VARIANCE_BOUND, score_function_kl
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.segments import bounded_exp
+from mismatch_plugin.hooks.hosts import HOSTS
+from mismatch_plugin.hooks.megatron_step import MegatronStep, logger
 from mismatch_plugin.hooks.slime.batch import pack_local, without_rejected
-from mismatch_plugin.hooks.slime.config import check_arguments, check_loss, describe_settings, read_settings
-from mismatch_plugin.hooks.slime.step import StepRun, logger
-from mismatch_plugin.hooks.slime.switches import load_reducer
+from mismatch_plugin.hooks.slime.config import (
+    REDUCER,
+    check_arguments,
+    describe_settings,
+    read_settings,
+    set_hook,
+    validate_loss,
+)
 from mismatch_plugin.hooks.slime.updates import WeightUpdates
 from mismatch_plugin.hooks.slime.versions import Versions
 from mismatch_plugin.parallel.agreement import StepKind, settings_of
@@ -49,10 +56,12 @@ class RayAdapter(ABC):
     name: str
 
     def __init__(self) -> None:
-        self.run = StepRun(self.name, self.log, self.writes)
+        self.host = HOSTS[self.name]
+        hooks = set_hook(self.name, "before_train_step", "rollout_data_postprocess")
+        self.run = MegatronStep(self._log_step, writes=self.writes, whole_steps=hooks)
         self.versions, self.updates = Versions(self.name), WeightUpdates(self.name)
+        self._args: Namespace | None = None
         self._configs: dict[bool | None, MismatchConfig] = {}
-        self._configured = ""
 
     @abstractmethod
     def find_groups(self) -> ParallelGroups:
@@ -79,18 +88,18 @@ class RayAdapter(ABC):
 
     def settings(self, args: Namespace) -> MismatchConfig:
         """The configuration that the host's arguments and ours give. Raises ValueError where they contradict."""
-        return read_settings(args, self.name)
+        return read_settings(args, self.host)
 
     def check(self, args: Namespace) -> MismatchConfig | None:
         """`settings`, and whether loss type and paths can mean them; None where neither of our losses runs.
 
         Raises ValueError with one sentence that says what to change.
         """
-        return check_arguments(args, self.name)
+        return check_arguments(args, self.host)
 
     def describe(self, config: MismatchConfig, host_args: Namespace) -> list[str]:
         """Lines of the start-up block."""
-        return describe_settings(config, host_args, self.name)
+        return describe_settings(config, host_args, self.host)
 
     def init(self, args: Namespace) -> None:
         """When a training process starts: refuse what cannot run, and say on rank 0 what will.
@@ -109,22 +118,24 @@ class RayAdapter(ABC):
                 logger.info(line)
 
     def config(self, args: Namespace, *, whole: bool | None = None) -> MismatchConfig:
-        """`settings`, read once for each state of the arguments; what it warns of is in the start-up block.
+        """`settings`, read once for these arguments; what it warns of is in the start-up block.
 
         whole: checked for our whole loss (True) or our weights in the host's (False). Raises ValueError as
-        `settings` and `check_loss`.
+        `settings` and `validate_loss`.
         """
-        state = repr(sorted((name, value) for name, value in vars(args).items() if isinstance(value, _PLAIN)))
-        if state != self._configured:
-            self._configs, self._configured = {}, state
+        if args is not self._args:
+            self._args, self._configs = args, {}
         if whole not in self._configs:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", MismatchWarning)
+            with ignore_mismatch_warnings():
                 config = self.settings(args)
             if whole is not None:
-                check_loss(args, config, self.name, whole=whole)
+                validate_loss(args, config, self.host, whole=whole)
             self._configs[whole] = config
         return self._configs[whole]
+
+    def _log_step(self, args: Namespace, metrics: dict[str, float], number: int, first: bool) -> None:
+        if first:
+            self.log(args, {**{f"train/{name}": value for name, value in metrics.items()}, "train/step": number})
 
     def tis_function(
         self,
@@ -170,7 +181,7 @@ class RayAdapter(ABC):
         packed = self.versions.on(packed, config, loss_masks)
         correction = correct(packed, config, self.groups, self.run.factor(config))
         loss = self.run.record(correction.applied_to(pg_loss), correction, config, loss_masks)
-        if config.rejects and getattr(args, "custom_pg_loss_reducer_function_path", None):
+        if config.rejects and getattr(args, REDUCER, None):
             loss_masks = without_rejected(loss_masks, correction.keep, packed, self.groups)
         return loss, loss_masks, _token_metrics(correction, config)
 
@@ -241,14 +252,15 @@ class RayAdapter(ABC):
 
         Collectives: with a reducer and rejection that of `without_rejected`.
         """
-        path = getattr(args, "custom_pg_loss_reducer_function_path", None)
+        path = getattr(args, REDUCER, None)
         if path is None:
             return reduce
         masks = batch["loss_masks"]
         if token.config.rejects:
             masks = without_rejected(masks, token.correction.keep, token.packed, self.groups)
         shape = (batch["total_lengths"], batch["response_lengths"])
-        return load_reducer(path)(*shape, masks, args.calculate_per_token_loss)
+        module, _, name = path.rpartition(".")
+        return getattr(import_module(module), name)(*shape, masks, args.calculate_per_token_loss)
 
     def rollout_data_postprocess(self, args: Namespace, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
         """Before a rollout's steps, on every rank: checks the data, and knows mean weights that algorithm 2 divides by.
@@ -307,18 +319,30 @@ class RayAdapter(ABC):
         from megatron.core.utils import get_model_config
 
         device = next((p.device for p in model[0].parameters()), "cpu")
-        config, model_config = self.config(args), get_model_config(model[0])
         self.run.begin(
-            args, config, self.groups, rollout_id, step_id, model_config, device, failure=self.versions.failure
+            args,
+            self.config(args),
+            self.groups,
+            get_model_config(model[0]),
+            rollout_id * (self.run.steps_per_rollout or _steps_per_rollout(args)) + step_id,
+            step_id=step_id,
+            device=device,
+            failure=self.versions.failure,
         )
 
 
-_PLAIN = (bool, int, float, str, list, dict, type(None))
 _HELD = {"log_probs": "old_log_probs"} | {
     name: name for name in ("rollout_log_probs", "ref_log_probs", "advantages", "weight_versions")
 }
 _COMPARED = {"log_probs": "old_log_probs", "rollout_log_probs": "rollout_log_probs", "advantages": "advantages"}
 _PREPARED = ("loss_masks", "total_lengths", "response_lengths", "max_seq_lens", *_COMPARED)
+
+
+def _steps_per_rollout(args: Namespace) -> int:
+    """As the host counts them, where the rollout's data do not say."""
+    steps = getattr(args, "num_steps_per_rollout", None)
+    samples = (getattr(args, "rollout_batch_size", None) or 1) * (getattr(args, "n_samples_per_prompt", None) or 1)
+    return int(steps or max(1, samples // (getattr(args, "global_batch_size", None) or samples)))
 
 
 def unbiased_kl(token: TokenLoss) -> Tensor:

@@ -1,6 +1,13 @@
 """What slime's own arguments and ours say together, which combinations are refused, and the start-up block.
 
-miles is a fork with the same arguments, so it reads them here too; `host` is the name that sentences use.
+miles is a fork with the same arguments, so it reads them here too. Their own switches of the policy loss:
+
+| switch | in our loss | in the host's own (`tis_function`) |
+| --- | --- | --- |
+| `--advantage-estimator gspo`, `cispo` | that objective, ε from `--eps-clip`, `--eps-clip-high` | the host's own |
+| `--use-opsm` | a criterion that judges π_θ against π_rollout | the host's own: π_θ against its anchor |
+| `--use-unbiased-kl` | the KL times π_θ/anchor, with its gradient | the host's own |
+| `--custom-pg-loss-reducer-function-path` | called with the masks without what is rejected | as in our loss |
 """
 
 from __future__ import annotations
@@ -8,20 +15,16 @@ from __future__ import annotations
 import difflib
 import warnings
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from mismatch_plugin.config import MismatchConfig, MismatchWarning, bound_warnings
-from mismatch_plugin.config.compat.slime import MIS_KEYS, from_slime, with_opsm
-from mismatch_plugin.config.fields import flag_names
+from mismatch_plugin.config import MismatchConfig, MismatchWarning
+from mismatch_plugin.config.compat.slime import MIS_KEYS, from_slime, host_objective, with_opsm
 from mismatch_plugin.config.flags import destinations, given_flags
 from mismatch_plugin.config.model import warn_of_another_algorithm
 from mismatch_plugin.config.values import dotted_fields_set, lower_epsilon, merge, number, parse_bool, unknown
-from mismatch_plugin.hooks.base import validate_log_prob_settings
-from mismatch_plugin.hooks.slime.groups import check_groups
-from mismatch_plugin.hooks.slime.sampling import FILTERS, filter_lines
-from mismatch_plugin.hooks.slime.switches import read_objective, switch_lines, why_our_loss
-from mismatch_plugin.hooks.slime.versions import needs_init
+from mismatch_plugin.data.sampling import filter_bias
+from mismatch_plugin.hooks.base import Host, block_lines, resolve
 
 HOOKS = {
     "policy_loss": "custom_loss_function_path",
@@ -32,34 +35,34 @@ HOOKS = {
     "group_advantages": "custom_advantage_function_path",
 }
 """Our function → the host's argument that names it."""
-_REDUCER = "custom_pg_loss_reducer_function_path"
+REDUCER = "custom_pg_loss_reducer_function_path"
 _SWITCHES = (
     *("use_rollout_logprobs", "use_tis", "get_mismatch_metrics", "calculate_per_token_loss", "use_kl_loss"),
     *("use_opsm", "use_unbiased_kl", "skip_actor_forward_only"),
 )
-_NUMBERS = {"tis_clip": 2.0, "tis_clip_low": 0.0, "eps_clip": 0.2, "opsm_delta": 1e-4, "entropy_coef": 0.0}
+_NUMBERS = {
+    "tis_clip": 2.0,
+    "tis_clip_low": 0.0,
+    "eps_clip": 0.2,
+    "opsm_delta": 1e-4,
+    "entropy_coef": 0.0,
+    "rollout_top_p": 1.0,
+    "rollout_top_k": -1.0,
+    "kl_loss_coef": 0.0,
+}
 _WORDS = {"kl_loss_type": "k1", "loss_type": "policy_loss", "advantage_estimator": "grpo"}
 ARGUMENTS: dict[str, tuple[type, Any]] = {
     **dict.fromkeys(_SWITCHES, (bool, False)),
-    **{name: (float, default) for name, default in {**_NUMBERS, **FILTERS, "kl_loss_coef": 0.0}.items()},
+    **{name: (float, default) for name, default in _NUMBERS.items()},
     "rollout_max_response_len": (int, None),
     **dict.fromkeys(("eps_clip_high", "eps_clip_c"), (float, None)),
     **{name: (str, default) for name, default in _WORDS.items()},
-    **dict.fromkeys((_REDUCER, "custom_config_path", *HOOKS.values()), (str, None)),
+    **dict.fromkeys((REDUCER, "custom_config_path", *HOOKS.values()), (str, None)),
 }
 """The host's arguments about the loss: type and default."""
-_OWNED = {
-    "ppo.eps_clip_low": ("eps_clip", "--eps-clip"),
-    "ppo.eps_clip_high": ("eps_clip_high", "--eps-clip-high"),
-    "ppo.dual_clip": ("eps_clip_c", "--eps-clip-c"),
-    "terms.entropy_coef": ("entropy_coef", "--entropy-coef"),
-    "terms.kl_coef": ("kl_loss_coef", "--kl-loss-coef (with --use-kl-loss)"),
-    "terms.kl_type": ("kl_loss_type", "--kl-loss-type"),
-}
-"""Our setting → the host's argument that owns it, and its flag."""
-_SHOWN = ("advantage_estimator", "use_opsm", "use_unbiased_kl")
-_BEFORE_STEP = f"--{HOOKS['before_train_step'].replace('_', '-')} runs mismatch_plugin.hooks.{{host}}.before_train_step"
 _LAUNCHER = "`python -m mismatch_plugin.launch`"
+_ESTIMATORS = ("grpo", "gspo", "cispo")
+"""Those whose rewards slime centres within a group, and divides by its deviation."""
 
 
 def value(args: Namespace, name: str) -> Any:
@@ -69,6 +72,11 @@ def value(args: Namespace, name: str) -> Any:
     if kind is bool:
         return parse_bool(found, name)
     return number(found, name) if kind is float and found is not default else found
+
+
+def flag(name: str) -> str:
+    """The host's flag for an argument."""
+    return f"--{name.replace('_', '-')}"
 
 
 def hook_path(host: str, name: str) -> str:
@@ -81,10 +89,16 @@ def runs(args: Namespace, host: str, name: str) -> bool:
     return value(args, HOOKS[name]) == hook_path(host, name)
 
 
+def set_hook(host: str, *names: str) -> str:
+    """What to do for our functions to run: their path arguments, or the launcher."""
+    paths = " and ".join(f"{flag(HOOKS[name])} {hook_path(host, name)}" for name in names)
+    return f"set {paths}, or start through {_LAUNCHER}"
+
+
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-def read_settings(args: Namespace, host: str) -> MismatchConfig:
+def read_settings(args: Namespace, host: Host) -> MismatchConfig:
     """The configuration: ours (launcher, flags or YAML) with what the host owns filled in from its arguments.
 
     `args.mismatch_settings` (nested settings, from the launcher) is used where it is there; else the Namespace's plain
@@ -92,27 +106,56 @@ def read_settings(args: Namespace, host: str) -> MismatchConfig:
     Raises: ValueError where the two contradict each other, naming both flags. Warns: MismatchWarning as `compat`.
     """
     ours = _given(args)
-    data = merge(ours, _owned_by_host(args, ours, host))
-    bypass = value(args, "use_rollout_logprobs")
-    if ours.get("use_rollout_log_probs") and not bypass:
+    bypass, weighs = value(args, "use_rollout_logprobs"), value(args, "use_tis")
+    if ours.pop("use_rollout_log_probs", False) and not bypass:
         raise ValueError(
-            f"use_rollout_log_probs is set, but {host}'s own use_rollout_logprobs is not, and it decides which "
+            f"use_rollout_log_probs is set, but {host.name}'s own use_rollout_logprobs is not, and it decides which "
             f"log-probs are computed: write --use-rollout-logprobs (use_rollout_logprobs: true in YAML), or start "
             f"through {_LAUNCHER}."
         )
-    data |= {"use_rollout_log_probs": bypass, "use_tis": bool(ours.get("use_tis")) or value(args, "use_tis")}
-    if data["use_tis"]:
-        data["tis"] = _tis_bounds(args, data.get("tis") or {}, host)
-    algorithm = bypass + 2 * data["use_tis"]
-    data |= read_objective(value(args, "advantage_estimator"), ours.get("objective"), algorithm, host)
+    weighs = ours.pop("use_tis", False) or weighs
+    algorithm = bypass + 2 * weighs
+    theirs = {**_of_host(args), "use_rollout_log_probs": bypass, "use_tis": weighs}
+    estimator = value(args, "advantage_estimator")
+    if (objective := host_objective(estimator)) != "ppo":
+        theirs["objective"] = objective
+        if algorithm == 3:
+            raise ValueError(
+                f"--advantage-estimator {estimator} clips π_θ/π_old, and algorithm 3 is REINFORCE, which has no such "
+                f"ratio: choose grpo, whose advantages are the same, or leave --use-tis out (algorithm 1)."
+            )
+    if weighs:
+        theirs["tis"] = _tis_bounds(args, ours.get("tis") or {}, host)
     if value(args, "use_opsm") and value(args, "loss_type") == "custom_loss":
-        data = with_opsm(data, value(args, "opsm_delta"))
-    if data.get("denominator") == "accepted":
+        ours = with_opsm({**ours, "use_rollout_log_probs": bypass}, value(args, "opsm_delta"))
+    return resolve(host, ours, theirs, by_hand=())
+
+
+def _of_host(args: Namespace) -> dict[str, Any]:
+    """Clip, entropy, KL and aggregation as the host has them."""
+    low, high = value(args, "eps_clip"), value(args, "eps_clip_high")
+    dual, kl_coef = value(args, "eps_clip_c"), value(args, "kl_loss_coef") if value(args, "use_kl_loss") else 0.0
+    ppo = {"eps_clip_low": lower_epsilon(low, "eps_clip"), "eps_clip_high": low if high is None else high}
+    terms = {"entropy_coef": value(args, "entropy_coef"), "kl_coef": kl_coef}
+    return {
+        "ppo": ppo if dual is None else {**ppo, "dual_clip": dual},
+        "terms": {**terms, "kl_type": value(args, "kl_loss_type")} if kl_coef else terms,
+        "aggregation": "token-mean" if value(args, "calculate_per_token_loss") else "seq-mean-token-mean",
+    }
+
+
+def _tis_bounds(args: Namespace, tis: Mapping[str, Any], host: Host) -> dict[str, Any]:
+    """The weights' bounds of the host's --tis-clip and --tis-clip-low: at its defaults nobody asked for them."""
+    names = {"tis_clip": "upper_bound", "tis_clip_low": "lower_bound"}
+    asked = {ours: value(args, name) for name, ours in names.items() if value(args, name) != ARGUMENTS[name][1]}
+    if tis.get("level") == "none":
+        return {}
+    if "lower_bound" in asked and tis.get("mode") == "truncate":
         raise ValueError(
-            f"--mismatch-denominator accepted cannot be had in {host}: it divides by the tokens of the original masks "
-            f"itself, so that what is rejected stays in the denominator. Leave it out, or choose original."
+            f"{host.name}'s --tis-clip-low {asked['lower_bound']:g} bounds no weight under --tis-mode truncate: choose "
+            f"clip or mask, or leave it out."
         )
-    return validate_log_prob_settings(MismatchConfig.build(data), host)
+    return ({"mode": "clip"} if "lower_bound" in asked else {}) | asked
 
 
 def validate_setting_names(names: Iterable[str]) -> None:
@@ -171,97 +214,95 @@ def _with_mis(names: Mapping[str, Any], mis: Mapping[str, Any]) -> dict[str, Any
     return config.model_dump(exclude_unset=True)
 
 
-def _owned_by_host(args: Namespace, ours: Mapping[str, Any], host: str) -> dict[str, Any]:
-    """Clip, entropy, KL and aggregation as the host has them. Raises ValueError where ours say otherwise."""
-    found = {path: value(args, name) for path, (name, _) in _OWNED.items()}
-    if found["ppo.eps_clip_high"] is None:
-        found["ppo.eps_clip_high"] = found["ppo.eps_clip_low"]
-    found["ppo.eps_clip_low"] = lower_epsilon(found["ppo.eps_clip_low"], "eps_clip")
-    if not value(args, "use_kl_loss"):
-        found["terms.kl_coef"] = 0.0
-    if not found["terms.kl_coef"]:
-        found["terms.kl_type"] = None
-    data: dict[str, Any] = {"ppo": {}, "terms": {}}
-    for path, owned in found.items():
-        section, name = path.split(".")
-        mine, theirs = (ours.get(section) or {}).get(name), _OWNED[path][1]
-        if mine is not None and mine != owned:
-            flag, shown = flag_names(MismatchConfig)[path], "off" if owned is None else owned
-            raise ValueError(
-                f"{flag} {mine} contradicts {host}'s {theirs}, which is {shown}: leave {flag} out, and set {theirs}."
-            )
-        if owned is not None:
-            data[section][name] = owned
-    per_token = value(args, "calculate_per_token_loss")
-    data["aggregation"] = "token-mean" if per_token else "seq-mean-token-mean"
-    if ours.get("aggregation") not in (None, data["aggregation"]):
-        raise ValueError(
-            f"--mismatch-aggregation {ours['aggregation']} contradicts {host}, which aggregates itself "
-            f"({data['aggregation']} {'with' if per_token else 'without'} --calculate-per-token-loss): leave it out, "
-            f"and choose by --calculate-per-token-loss."
-        )
-    return data
-
-
-def _tis_bounds(args: Namespace, tis: Mapping[str, Any], host: str) -> dict[str, Any]:
-    """The weights' settings, with the host's --tis-clip and --tis-clip-low: at its defaults nobody asked for them."""
-    bounds: dict[str, Any] = {}
-    for name, argument in (("upper_bound", "tis_clip"), ("lower_bound", "tis_clip_low")):
-        theirs, mine = value(args, argument), tis.get(name)
-        if theirs == ARGUMENTS[argument][1] or tis.get("level") == "none":
-            continue
-        flag = f"--{argument.replace('_', '-')}"
-        if mine is not None and number(mine, name) != theirs:
-            raise ValueError(
-                f"--tis-{name.replace('_', '-')} {mine} contradicts {host}'s {flag} {theirs:g}: leave one of them out."
-            )
-        if name == "lower_bound" and tis.get("mode") == "truncate":
-            raise ValueError(
-                f"{host}'s {flag} {theirs:g} bounds no weight under --tis-mode truncate: choose clip or mask, or "
-                f"leave it out."
-            )
-        bounds[name] = theirs
-    return ({"mode": "clip"} if "lower_bound" in bounds else {}) | {**tis, **bounds}
-
-
 # Checking -------------------------------------------------------------------------------------------------------------
 
 
-def our_reason(args: Namespace, config: MismatchConfig, host: str, *, hooked: bool = False) -> str:
-    """`why_our_loss` with the host's arguments."""
-    return why_our_loss(config, host, value(args, "advantage_estimator"), hooked=hooked)
+def why_our_loss(args: Namespace, config: MismatchConfig, host: Host, *, hooked: bool = False) -> str:
+    """What of these settings the host's own policy loss cannot run, and why; "" where it can run them all.
+
+    hooked: our `tis_function` is called in it. It gets old and rollout log-probs and the policy loss, nothing else.
+    """
+    loss, theirs = f"{host.name}'s policy_loss", host_objective(value(args, "advantage_estimator"))
+    if config.algorithm == 3:
+        return (
+            f"algorithm 3 (--use-rollout-log-probs with --use-tis): {loss} clips π_θ/π_rollout already, so that the "
+            f"importance weight would count twice"
+        )
+    if config.algorithm == 1 and (hooked or config.compares):
+        compares = f"rejection and metrics compare π_θ with π_rollout, which {loss} does not pass on"
+        return f"algorithm 1 (--use-rollout-log-probs): {compares}"
+    reasons = {
+        f"--mismatch-objective {config.objective}: {loss} computes {theirs} (--advantage-estimator)": config.objective
+        != theirs,
+        f"--rs-policy current: {loss} does not pass π_θ on": config.rejects_on_current_policy,
+        f"{', '.join(config.advantage_readers)}: {loss} does not pass advantages on": config.needs_advantages,
+        f"--mismatch-rollout-kl-coef: {loss} adds no such term": config.terms.rollout_kl_coef,
+        f"--mismatch-kl-importance-weighted: {loss} weighs its KL by nothing of ours": (
+            config.terms.kl_importance_weighted
+        ),
+    }
+    return next((reason for reason, there in reasons.items() if there), "")
 
 
-def check_loss(args: Namespace, config: MismatchConfig, host: str, *, whole: bool, hooked: bool = True) -> None:
+def validate_groups(args: Namespace, config: MismatchConfig, host: str) -> None:
+    """Raise ValueError where slime would not form advantages by `--rs-group`, with what to change."""
+    path, ours = value(args, HOOKS["group_advantages"]), hook_path(host, "group_advantages")
+    given, argument = f"--rs-group {config.rs.group}", flag(HOOKS["group_advantages"])
+    if config.rs.group == "keep":
+        if path == ours:
+            raise ValueError(f"{argument} {ours} needs --rs-group exclude or drop: add it, or leave the path out.")
+        return
+    if path is None:
+        raise ValueError(f"{given} has no effect unless {ours} runs: {set_hook(host, 'group_advantages')}.")
+    estimator = value(args, "advantage_estimator")
+    instead = {
+        f"{argument} {path}": path != ours,
+        f"--advantage-estimator {estimator}": estimator not in _ESTIMATORS,
+        "--disable-rewards-normalization": not getattr(args, "rewards_normalization", True),
+        "--custom-reward-post-process-path": getattr(args, "custom_reward_post_process_path", None),
+        "--disable-compute-advantages-and-returns": not getattr(args, "compute_advantages_and_returns", True),
+    }
+    for other in (other for other, there in instead.items() if there):
+        raise ValueError(
+            f"{given} takes the place of slime's advantages within a group (--advantage-estimator "
+            f"{', '.join(_ESTIMATORS)}), and {other} makes others: leave one of the two out."
+        )
+    if value(args, "loss_type") == "policy_loss" and not value(args, "get_mismatch_metrics"):
+        raise ValueError(
+            f"{given} needs old log-probs before advantages, and slime skips their pass where a rollout is one step: "
+            f"add --get-mismatch-metrics."
+        )
+
+
+def validate_loss(args: Namespace, config: MismatchConfig, host: Host, *, whole: bool, hooked: bool = True) -> None:
     """Refuse what a loss cannot mean. whole: our whole loss; else our weights (hooked) in the host's loss.
 
     Raises ValueError with what to change. It depends on the arguments alone, so every rank raises or none does.
     """
-    check_groups(args, config, host)
-    if not whole and (reason := our_reason(args, config, host, hooked=hooked)):
+    validate_groups(args, config, host.name)
+    if not whole and (reason := why_our_loss(args, config, host, hooked=hooked)):
         raise ValueError(
             f"--loss-type policy_loss cannot run {reason}. Start through {_LAUNCHER}, or set --loss-type custom_loss "
-            f"--custom-loss-function-path {hook_path(host, 'policy_loss')}."
+            f"--custom-loss-function-path {hook_path(host.name, 'policy_loss')}."
         )
     if whole and value(args, "use_unbiased_kl") and config.terms.kl_importance_weighted:
         raise ValueError(
             "--use-unbiased-kl and --mismatch-kl-importance-weighted both weigh the KL: leave one of them out."
         )
     other = value(args, HOOKS["tis_function"])
-    if whole and other is not None and not runs(args, host, "tis_function"):
+    if whole and other is not None and not runs(args, host.name, "tis_function"):
         raise ValueError(
-            f"--custom-tis-function-path {other} is another correction, which {host} does not call next to the "
+            f"--custom-tis-function-path {other} is another correction, which {host.name} does not call next to the "
             f"plugin's loss: leave it out, or leave the plugin's flags out."
         )
 
 
 def needs_steps(what: str, host: str) -> str:
     """Why a setting about whole steps cannot be had without the step's hooks."""
-    needs = _BEFORE_STEP.format(host=host)
-    return f"{what} a whole step, known only where {needs}: set it, or start through {_LAUNCHER}."
+    return f"{what} a whole step, known only to its hook: {set_hook(host, 'before_train_step')}."
 
 
-def check_arguments(args: Namespace, host: str) -> MismatchConfig | None:
+def check_arguments(args: Namespace, host: Host) -> MismatchConfig | None:
     """The configuration once the whole argument list is consistent; None where neither of our losses will run.
 
     Raises ValueError with one sentence that says what to change.
@@ -269,32 +310,30 @@ def check_arguments(args: Namespace, host: str) -> MismatchConfig | None:
     loss_type = value(args, "loss_type")
     if loss_type not in ("policy_loss", "custom_loss"):
         return None
-    config = read_settings(args, host)
-    check_groups(args, config, host)
-    steps = runs(args, host, "before_train_step")
+    config, name = read_settings(args, host), host.name
+    validate_groups(args, config, name)
+    steps = runs(args, name, "before_train_step")
     if config.gate_kl is not None and not steps:
-        raise ValueError(needs_steps("--mismatch-gate-kl judges", host))
+        raise ValueError(needs_steps("--mismatch-gate-kl judges", name))
     if config.normalizes_step and config.tis.batch_normalize_scope != "auto" and not steps:
-        scope = f"--tis-batch-normalize-scope {config.tis.batch_normalize_scope}"
-        raise ValueError(needs_steps(f"{scope} needs the mean weight of", host))
-    if config.rs.max_staleness is not None and not runs(args, host, "init"):
-        raise ValueError(f"--rs-max-staleness needs the weight versions of {host}'s samples: {needs_init(host)}")
+        raise ValueError(needs_steps("--tis-batch-normalize-scope step needs the mean weight of", name))
+    if config.rs.max_staleness is not None and not runs(args, name, "init"):
+        raise ValueError(f"--rs-max-staleness needs the weight versions of {name}'s samples: {set_hook(name, 'init')}.")
     if loss_type == "custom_loss":
-        if runs(args, host, "policy_loss"):
-            check_loss(args, config, host, whole=True)
+        if runs(args, name, "policy_loss"):
+            validate_loss(args, config, host, whole=True)
         return config
-    hooked = runs(args, host, "tis_function")
+    hooked = runs(args, name, "tis_function")
     called = hooked and (value(args, "get_mismatch_metrics") or value(args, "use_tis"))
-    check_loss(args, config, host, whole=False, hooked=called)
+    validate_loss(args, config, host, whole=False, hooked=called)
     if value(args, HOOKS["tis_function"]) is None and (config.use_tis or config.compares):
         raise ValueError(
             f"weights, rejection or the gate are asked for, but no hook of the plugin would run (use_tis alone is "
-            f"{host}'s built-in): set --custom-tis-function-path {hook_path(host, 'tis_function')}, or start through "
-            f"{_LAUNCHER}."
+            f"{name}'s built-in): {set_hook(name, 'tis_function')}."
         )
     if hooked and not called and config.compares:
         raise ValueError(
-            f"rejection or the gate is asked for, but {host} calls --custom-tis-function-path only with --use-tis or "
+            f"rejection or the gate is asked for, but {name} calls --custom-tis-function-path only with --use-tis or "
             f"--get-mismatch-metrics: add --get-mismatch-metrics."
         )
     return config
@@ -303,45 +342,73 @@ def check_arguments(args: Namespace, host: str) -> MismatchConfig | None:
 # The start-up block ---------------------------------------------------------------------------------------------------
 
 
-def describe_settings(config: MismatchConfig, args: Namespace, host: str) -> list[str]:
+def describe_settings(config: MismatchConfig, args: Namespace, host: Host) -> list[str]:
     """Lines of the start-up block: what will run, whose normaliser divides, which passes are skipped."""
-    custom = value(args, "loss_type") == "custom_loss"
-    hook, reducer = None if custom else value(args, HOOKS["tis_function"]), value(args, _REDUCER)
-    through = hook_path(host, "policy_loss") if custom else f"{host}'s policy_loss" + (f" with {hook}" if hook else "")
+    name, custom = host.name, value(args, "loss_type") == "custom_loss"
+    hook, reducer = None if custom else value(args, HOOKS["tis_function"]), value(args, REDUCER)
+    through = hook_path(name, "policy_loss") if custom else f"{name}'s policy_loss" + (f" with {hook}" if hook else "")
     if reducer:
         divided = f"by {reducer}, which gets the masks{' without rejected tokens' if config.rejects else ''}"
     else:
         whole = "by the step's tokens" if config.aggregation == "token-mean" else "per rollout, then over rollouts"
-        divided = f"as in {host}: {whole}; rejected tokens still count"
-    lines = [line for line in config.describe().splitlines() if not line.startswith("loss:")]  # the host's
-    lines += [f"through: {through}", f"divided {divided}"]
-    lines += switch_lines(config, host, {name: value(args, name) for name in _SHOWN}, whole=custom)
+        divided = f"as in {name}: {whole}; rejected tokens still count"
     # The host's own loss knows one set of masks.
     fewer = reducer and config.rejects and not custom
+    lines = [f"through: {through}", *_switch_lines(args, config, name, whole=custom)]
     lines.append(f"entropy and KL terms: over {'accepted' if fewer else 'all response'} tokens")
     if config.normalizes:
-        lines.append(f"batch normalisation over: {_scope(args, config, host)}")
-    lines.append(f"second forward pass: {_second_pass(args, config, custom, host)}")
-    lines += filter_lines({name: value(args, name) for name in FILTERS}, host)
-    if not runs(args, host, "before_train_step"):
+        lines.append(f"batch normalisation over: {_scope(args, config, name)}")
+    bias, top_p, top_k = "", value(args, "rollout_top_p"), int(value(args, "rollout_top_k"))
+    if name == "slime" and top_p != 1.0:  # its patched SGLang keeps the ids of every filter, but only under top-p
         lines.append(
-            f"! no step metrics, and an invalid rollout log-prob makes the loss NaN instead of an error, unless "
-            f"{_BEFORE_STEP.format(host=host)}"
+            f"sampling filter: top_p {top_p:g}; every log-prob of slime's, old and ours, is over the ids that SGLang "
+            f"(with slime's patch) kept: for equal engines the mean ratio is 1"
         )
+    elif bias := filter_bias(top_p=top_p, top_k=top_k, renormalised=False):
+        bias += f". {name} passes no mask on: sample with top_p 1 and top_k -1"
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always", MismatchWarning)
         read_settings(args, host)
     notes = dict.fromkeys(str(note.message) for note in found if issubclass(note.category, MismatchWarning))
-    notes |= dict.fromkeys(bound_warnings(config, value(args, "rollout_max_response_len")))
-    return lines + [f"! {note}" for note in notes]
+    if not runs(args, name, "before_train_step"):
+        notes |= {
+            f"no step metrics, and an invalid rollout log-prob makes the loss NaN instead of an error: "
+            f"{set_hook(name, 'before_train_step')}": None
+        }
+    return block_lines(
+        config,
+        lines,
+        divided=divided,
+        second_pass=_second_pass(args, config, custom, name),
+        filtered=bias,
+        length=value(args, "rollout_max_response_len"),
+        notes=tuple(notes),
+    )
+
+
+def _switch_lines(args: Namespace, config: MismatchConfig, host: str, *, whole: bool) -> Iterator[str]:
+    """Lines on the host's switches. whole: our loss runs."""
+    estimator = value(args, "advantage_estimator")
+    if host_objective(estimator) != "ppo":
+        whose = "the plugin's" if whole else f"{host}'s own"
+        yield f"{estimator} by --advantage-estimator: {whose}, ε as --eps-clip and --eps-clip-high have it"
+    if value(args, "use_opsm"):
+        anchor = "π_rollout" if config.use_rollout_log_probs else "π_old"
+        if not whole:
+            yield f"--use-opsm: {host}'s own, which judges π_θ against {anchor}"
+        elif config.use_rollout_log_probs:
+            yield "--use-opsm: a criterion; a sequence is judged by its mean advantage"
+        else:
+            yield f"--use-opsm: a criterion against π_rollout, the sampler; {host}'s own policy_loss takes π_old"
+    if value(args, "use_unbiased_kl") and config.terms.kl_coef:
+        yield f"--use-unbiased-kl: the KL times π_θ/{'π_rollout' if config.use_rollout_log_probs else 'π_old'}"
 
 
 def _scope(args: Namespace, config: MismatchConfig, host: str) -> str:
-    scope = config.tis.batch_normalize_scope
-    if scope == "micro_batch":
+    if config.tis.batch_normalize_scope == "micro_batch":
         return "each micro-batch"
     if not runs(args, host, "before_train_step"):
-        return f"each micro-batch, unless {_BEFORE_STEP.format(host=host)}"
+        return f"each micro-batch; for the optimizer step {set_hook(host, 'before_train_step')}"
     if not config.use_rollout_log_probs and host == "slime" and runs(args, host, "rollout_data_postprocess"):
         return "the optimizer step (its mean weight is known before it)"
     return "the optimizer step (gradients are divided by the mean weight at its end, the logged loss is not)"

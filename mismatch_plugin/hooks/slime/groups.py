@@ -14,60 +14,11 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.config.values import parse_bool
 from mismatch_plugin.core.correction import correct
 from mismatch_plugin.core.groups import EPSILON, group_advantages, group_metrics
-from mismatch_plugin.hooks.base import validate_group_advantages
 from mismatch_plugin.hooks.slime.batch import pack_local
 from mismatch_plugin.hooks.slime.versions import Versions
 from mismatch_plugin.parallel.groups import ParallelGroups
-
-_PATH = "custom_advantage_function_path"
-_ESTIMATORS = ("grpo", "gspo", "cispo")
-"""Those whose rewards slime centres within a group, and divides by its deviation."""
-
-
-def check_groups(args: Namespace, config: MismatchConfig, host: str) -> None:
-    """Refuse `--rs-group` where the host would not form advantages by it. Raises ValueError with what to change."""
-    path, ours = getattr(args, _PATH, None), f"mismatch_plugin.hooks.{host}.group_advantages"
-    if config.rs.group == "keep":
-        if path == ours:
-            raise ValueError(
-                f"--{_flag(_PATH)} {ours} needs --rs-group exclude or drop: add it, or leave the path out."
-            )
-        return
-    if host != "slime":
-        validate_group_advantages(config, host, "it computes advantages itself and takes no function for them")
-    given = f"--rs-group {config.rs.group}"
-    if path is not None and path != ours:
-        raise ValueError(f"--{_flag(_PATH)} {path} forms other advantages than {given}: leave one of the two out.")
-    if path is None:
-        raise ValueError(
-            f"{given} has no effect unless --{_flag(_PATH)} runs {ours}: set it, or start through "
-            f"`python -m mismatch_plugin.launch`."
-        )
-    estimator = getattr(args, "advantage_estimator", "grpo")
-    instead = {
-        f"--advantage-estimator {estimator}": estimator not in _ESTIMATORS,
-        "--disable-rewards-normalization": not getattr(args, "rewards_normalization", True),
-        "--custom-reward-post-process-path": getattr(args, "custom_reward_post_process_path", None),
-        "--disable-compute-advantages-and-returns": not getattr(args, "compute_advantages_and_returns", True),
-    }
-    for flag in (flag for flag, there in instead.items() if there):
-        raise ValueError(
-            f"{given} takes the place of slime's advantages within a group (--advantage-estimator "
-            f"{', '.join(_ESTIMATORS)}), and {flag} makes others: leave one of the two out."
-        )
-    reuses = getattr(args, "loss_type", "policy_loss") == "policy_loss"
-    if reuses and not parse_bool(getattr(args, "get_mismatch_metrics", False), "get_mismatch_metrics"):
-        raise ValueError(
-            f"{given} needs old log-probs before advantages, and slime skips their pass where a rollout is one step: "
-            f"add --get-mismatch-metrics."
-        )
-
-
-def _flag(name: str) -> str:
-    return name.replace("_", "-")
 
 
 def rollout_advantages(

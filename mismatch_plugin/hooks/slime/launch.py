@@ -6,7 +6,6 @@ from argparse import Namespace
 from base64 import b64decode
 from collections.abc import Mapping
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +13,26 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.documents import parse_yaml
 from mismatch_plugin.config.flags import destinations
 from mismatch_plugin.config.values import ignore_mismatch_warnings
-from mismatch_plugin.hooks.base import Given, Host, Plan, peek, settled
+from mismatch_plugin.hooks.base import Given, Host, Plan, peek, settled, wrap_once
 from mismatch_plugin.hooks.ray_actors import check_actors
 from mismatch_plugin.hooks.slime.config import (
     ARGUMENTS,
     HOOKS,
     check_arguments,
     describe_settings,
+    flag,
     hook_path,
-    our_reason,
     read_settings,
     runs,
     validate_setting_names,
+    why_our_loss,
 )
 from mismatch_plugin.hooks.slime.samples import wrap_data_source
 from mismatch_plugin.hooks.slime.versions import validate_versions_kept
 from mismatch_plugin.hooks.version import validate_megatron_version
 
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 TABLE: dict[str, dict[str, Any]] = {
-    _flag(name): {"default": default} | ({"action": "store_true"} if kind is bool else {"type": kind})
+    flag(name): {"default": default} | ({"action": "store_true"} if kind is bool else {"type": kind})
     for name, (kind, default) in ARGUMENTS.items()
 }
 """The host's flags about the loss, as options of `add_argument`."""
@@ -51,7 +46,7 @@ _VERIFIED = {
 _INLINE = "base64:"  # miles takes the file itself as a value
 
 
-def plan(host: str, given: Given, script: Path | None) -> Plan:
+def plan(host: Host, given: Given, script: Path | None) -> Plan:
     """The run under slime or miles: which path arguments, and the settings for its Namespace.
 
     Raises: ValueError where the host's own arguments and ours contradict each other, or name another loss.
@@ -67,14 +62,14 @@ def plan(host: str, given: Given, script: Path | None) -> Plan:
     validate_megatron_version([] if script is None else [script.parent])
     config = _settings(host, given, args, ours)
     if config.rs.max_staleness is not None:
-        validate_versions_kept(host, script)
+        validate_versions_kept(host.name, script)
     added = _arguments(host, config, args, typed | file.keys())
     settings = args.mismatch_settings
     config = check_arguments(args, host) or config
     lines = describe_settings(config, args, host)
     lines.append(f"weight updates: {_VERIFIED[config.verify_weights]}")
     if config.algorithm == 3:
-        lines.append(f"{host}'s use_tis is cleared: its parser forbids the pair, and the loss above does both")
+        lines.append(f"{host.name}'s use_tis is cleared: its parser forbids the pair, and the loss above does both")
 
     def settle(namespace: Namespace) -> None:
         namespace.mismatch_settings = settings
@@ -82,17 +77,14 @@ def plan(host: str, given: Given, script: Path | None) -> Plan:
         namespace.use_tis = config.algorithm == 2  # 3 is ours alone; a file may have set both after the host's check
         with ignore_mismatch_warnings():  # the block has said them
             check_arguments(namespace, host)
-        wrap_data_source(host, namespace)
+        wrap_data_source(host.name, namespace)
         check_actors()
 
-    def install() -> None:
-        arguments: Any = import_module(f"{host}.utils.arguments")
-        arguments.parse_args = settled(arguments.parse_args, settle)
-
+    install = partial(wrap_once, *host.reads[0], settled(settle))
     return Plan((*given.host_argv, *added), tuple(added), tuple(lines), install, config, settle)
 
 
-def _settings(host: str, given: Given, args: Namespace, in_file: list[str]) -> MismatchConfig:
+def _settings(host: Host, given: Given, args: Namespace, in_file: list[str]) -> MismatchConfig:
     """The configuration, and `mismatch_settings` and the two switches on `args` as the host will see them.
 
     in_file: settings of ours in the host's --custom-config-path.
@@ -101,7 +93,7 @@ def _settings(host: str, given: Given, args: Namespace, in_file: list[str]) -> M
     if in_file and typed:
         raise ValueError(
             f"settings are in {_CONFIG_PATH} {args.custom_config_path} ({', '.join(in_file)}) and on the command "
-            f"line ({', '.join(typed)}), and {host} lets the file win: keep them in one place."
+            f"line ({', '.join(typed)}), and {host.name} lets the file win: keep them in one place."
         )
     args.use_tis = bool(args.use_tis) or given.config.use_tis
     bypass = bool(args.use_rollout_logprobs) or bool(getattr(args, "use_rollout_log_probs", False))
@@ -118,7 +110,7 @@ def _settings(host: str, given: Given, args: Namespace, in_file: list[str]) -> M
     return config
 
 
-def _arguments(host: str, config: MismatchConfig, args: Namespace, typed: set[str]) -> list[str]:
+def _arguments(host: Host, config: MismatchConfig, args: Namespace, typed: set[str]) -> list[str]:
     """The host's arguments to add, set on `args` as well. Raises ValueError where they are taken by something else.
 
     typed: destinations that the command line or the host's file gives.
@@ -127,16 +119,16 @@ def _arguments(host: str, config: MismatchConfig, args: Namespace, typed: set[st
 
     def give(name: str, value: str | bool = True) -> None:
         setattr(args, name, value)
-        added.extend([_flag(name)] if value is True else [_flag(name), str(value)])
+        added.extend([flag(name)] if value is True else [flag(name), str(value)])
 
     def give_hook(name: str) -> None:
         if getattr(args, HOOKS[name]) is None:
-            give(HOOKS[name], hook_path(host, name))
+            give(HOOKS[name], hook_path(host.name, name))
 
     if config.use_rollout_log_probs:
         give("use_rollout_logprobs")
-    custom, ours = args.loss_type == "custom_loss", hook_path(host, "policy_loss")
-    if custom and not runs(args, host, "policy_loss"):
+    custom, ours = args.loss_type == "custom_loss", hook_path(host.name, "policy_loss")
+    if custom and not runs(args, host.name, "policy_loss"):
         raise ValueError(
             f"--loss-type custom_loss with --custom-loss-function-path {args.custom_loss_function_path} is another "
             f"loss, in which the correction would not run: leave both out, or name {ours}."
@@ -146,7 +138,7 @@ def _arguments(host: str, config: MismatchConfig, args: Namespace, typed: set[st
             f"--loss-type {args.loss_type} is no policy loss, so that nothing would be corrected: leave it out, or "
             f"leave the plugin's flags out."
         )
-    reason = our_reason(args, config, host)
+    reason = why_our_loss(args, config, host)
     if not custom and (config.use_rollout_log_probs or reason):
         if "loss_type" in typed and not reason:
             return added  # the host's own loss is algorithm 1
@@ -157,10 +149,10 @@ def _arguments(host: str, config: MismatchConfig, args: Namespace, typed: set[st
         give("loss_type", "custom_loss")
         give(HOOKS["policy_loss"], ours)
     elif not custom:
-        if args.custom_tis_function_path is not None and not runs(args, host, "tis_function"):
+        if args.custom_tis_function_path is not None and not runs(args, host.name, "tis_function"):
             raise ValueError(
-                f"--custom-tis-function-path {args.custom_tis_function_path} is another correction, and {host} calls "
-                f"one only: leave it out, or leave the plugin's flags out."
+                f"--custom-tis-function-path {args.custom_tis_function_path} is another correction, and {host.name} "
+                f"calls one only: leave it out, or leave the plugin's flags out."
             )
         give_hook("tis_function")
         if config.use_tis:
@@ -195,21 +187,3 @@ def _read_config(args: Namespace) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         raise ValueError(f"{_CONFIG_PATH} {path} holds a {type(data).__name__}, not a mapping of arguments.")
     return {str(name): value for name, value in data.items()}
-
-
-def declared(host: str, hands_on: str = "") -> Host:
-    """slime or miles, which differ in their names. hands_on: how miles's scripts take arguments for the trainer."""
-    return Host(
-        name=host,
-        packages=(host,),
-        plan=partial(plan, host),
-        reads=((f"{host}.utils.arguments", "parse_args"),),
-        flags=FLAGS,
-        starters=(f"{host}.utils.external_utils.command_utils",),
-        hands_on=f"among the arguments that the script hands on{hands_on}",
-        inside=f"{host}/utils",
-        version_file="setup.py",
-    )
-
-
-HOST = declared("slime")

@@ -12,14 +12,13 @@ process calls when it starts, is how this comes there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import wraps
 from importlib import import_module
 from types import NoneType
 from typing import Any
 
 from mismatch_plugin.data.served import META_KEY, last_told
+from mismatch_plugin.hooks.base import wrap_once
 
-_WATCHED = "mismatch_plugin_keeps_served"
 _METHODS = ("append_response_tokens", "update_from_meta_info")
 """Of `Sample`, which take a reply's `meta_info`: slime's, which adds the tokens too, and miles's, called after that."""
 OWN_SOURCE = "mismatch_data_source_path"
@@ -56,23 +55,17 @@ def watch_samples(host: str) -> None:
     """Let the host's `Sample` keep it wherever it is handed a reply's `meta_info`. Idempotent."""
     kind = import_module(f"{host}.utils.types").Sample
     for name in _METHODS:
-        own = vars(kind).get(name)
-        if own is not None and not hasattr(own, _WATCHED):
-            setattr(kind, name, _keeping(own))
+        if name in vars(kind):
+            wrap_once(kind, name, _keeping)
 
 
-def _keeping(own: Any) -> Any:
-    @wraps(own)
-    def told(sample: Any, *args: Any, **kwargs: Any) -> Any:
-        start = sample.response_length if own.__name__ == _METHODS[0] else None
-        result = own(sample, *args, **kwargs)
-        meta_info = kwargs["meta_info"] if "meta_info" in kwargs else args[1] if len(args) > 1 else None
-        if meta_info is not None:
-            keep_served(sample, meta_info, start)
-        return result
-
-    setattr(told, _WATCHED, True)
-    return told
+def _keeping(own: Any, sample: Any, *args: Any, **kwargs: Any) -> Any:
+    start = sample.response_length if own.__name__ == _METHODS[0] else None
+    result = own(sample, *args, **kwargs)
+    meta_info = kwargs["meta_info"] if "meta_info" in kwargs else args[1] if len(args) > 1 else None
+    if meta_info is not None:
+        keep_served(sample, meta_info, start)
+    return result
 
 
 def data_source(host: str, args: Any) -> Any:

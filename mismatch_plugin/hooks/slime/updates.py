@@ -13,7 +13,6 @@ import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
 from importlib import import_module
 from typing import Any
 from urllib.request import ProxyHandler, build_opener
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from mismatch_plugin.config.settings import VerifyWeights
+from mismatch_plugin.hooks.base import wrap_once
 from mismatch_plugin.sglang.fingerprints import STAGES_S, SentWeights, WeightUpdateError, settled, states_of
 
 logger = logging.getLogger("mismatch_plugin")
@@ -38,7 +38,6 @@ SENDERS = {
     },
 }
 """The host's updaters → the method that sends one bucket, [(name, tensor)], its first argument. Others write files."""
-_WATCHED = "mismatch_plugin_verifies"
 _TIMEOUT = 60.0
 _NO_GROUP = 2**31
 _TURN_OFF = "--mismatch-verify-weights warn goes on after such an update, off makes no comparison."
@@ -88,64 +87,46 @@ class WeightUpdates:
                 logger.info("weight updates are not verified: %s", reason)
             return
         for kind, method in found.items():
-            if not hasattr(kind.update_weights, _WATCHED):
-                kind.update_weights = self._verifying(kind.update_weights)
-                setattr(kind, method, self._digesting(getattr(kind, method)))
-        module: Any = import_module(_TRAIN_DUMPS[self.host])
-        if not hasattr(module.save_debug_train_data, _WATCHED):
-            module.save_debug_train_data = self._signing(module.save_debug_train_data)
+            wrap_once(kind, "update_weights", self._verifying)
+            wrap_once(kind, method, self._digesting)
+        wrap_once(_TRAIN_DUMPS[self.host], "save_debug_train_data", self._signing)
 
-    def _digesting(self, own: Any) -> Any:
-        @wraps(own)
-        def send(updater: Any, named_tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._sent is not None:
-                # The host clears its lists, so they go on as they are; a generator is gone once it is read.
-                if not isinstance(named_tensors, Sequence):
-                    named_tensors = [*named_tensors]
-                try:
-                    self._sent.add(named_tensors)
-                except Exception as error:  # a comparison must not stop what it compares
-                    self._sent, self._failed = None, f"{type(error).__name__}: {error}"
-            return own(updater, named_tensors, *args, **kwargs)
-
-        return send
-
-    def _verifying(self, own: Any) -> Any:
-        @wraps(own)
-        def update_weights(updater: Any, *args: Any, **kwargs: Any) -> Any:
-            self.fingerprint = None
-            if self._mode == "off":
-                return own(updater, *args, **kwargs)
-            group = import_module(f"{self.host}.utils.distributed_utils").get_gloo_group()
-            # Ranks that send the same as others need not digest it, too; theirs is never asked for.
-            sent = self._sent = SentWeights() if _sends(updater, group) else None
-            self._failed = ""
+    def _digesting(self, own: Any, updater: Any, named_tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._sent is not None:
+            # The host clears its lists, so they go on as they are; a generator is gone once it is read.
+            if not isinstance(named_tensors, Sequence):
+                named_tensors = [*named_tensors]
             try:
-                result = own(updater, *args, **kwargs)
-            finally:
-                self._sent = None
-            self._judge(_verdict(updater, dict(sent or {}), self._failed, group))
-            self.version = str(getattr(updater, "weight_version", "")) or None
-            return result
+                self._sent.add(named_tensors)
+            except Exception as error:  # a comparison must not stop what it compares
+                self._sent, self._failed = None, f"{type(error).__name__}: {error}"
+        return own(updater, named_tensors, *args, **kwargs)
 
-        setattr(update_weights, _WATCHED, True)
-        return update_weights
+    def _verifying(self, own: Any, updater: Any, *args: Any, **kwargs: Any) -> Any:
+        self.fingerprint = None
+        if self._mode == "off":
+            return own(updater, *args, **kwargs)
+        group = import_module(f"{self.host}.utils.distributed_utils").get_gloo_group()
+        # Ranks that send the same as others need not digest it, too; theirs is never asked for.
+        sent = self._sent = SentWeights() if _sends(updater, group) else None
+        self._failed = ""
+        try:
+            result = own(updater, *args, **kwargs)
+        finally:
+            self._sent = None
+        self._judge(_verdict(updater, dict(sent or {}), self._failed, group))
+        self.version = str(getattr(updater, "weight_version", "")) or None
+        return result
 
-    def _signing(self, own: Any) -> Any:
+    def _signing(self, own: Any, args: Any, *, rollout_data: dict[str, Any], **rest: Any) -> Any:
         """The host's dump of what it trained on, each sample with the fingerprint of the weights it had then."""
-
-        @wraps(own)
-        def save(args: Any, *, rollout_data: dict[str, Any], **rest: Any) -> Any:
-            if self.fingerprint is not None:
-                count = len(rollout_data["response_lengths"])
-                rollout_data = {**rollout_data, "weight_fingerprint": [self.fingerprint] * count}
-                if self.version is not None:
-                    rollout_data["trainer_weight_version"] = [self.version] * count
-            self.fingerprint = None  # trained on since
-            return own(args, rollout_data=rollout_data, **rest)
-
-        setattr(save, _WATCHED, True)
-        return save
+        if self.fingerprint is not None:
+            count = len(rollout_data["response_lengths"])
+            rollout_data = {**rollout_data, "weight_fingerprint": [self.fingerprint] * count}
+            if self.version is not None:
+                rollout_data["trainer_weight_version"] = [self.version] * count
+        self.fingerprint = None  # trained on since
+        return own(args, rollout_data=rollout_data, **rest)
 
     def _judge(self, verdict: Verdict) -> None:
         """Raises WeightUpdateError, on all ranks, where a server holds other weights than were sent."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,10 @@ from torch import Tensor
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.data.versions import INITIAL_VERSION
+from mismatch_plugin.hooks.base import wrap_once
+from mismatch_plugin.hooks.slime.config import set_hook
 
 _KEY = "weight_versions"
-_WATCHES = "mismatch_plugin_watches"
 _PATCH = "mismatch-plugin patch apply --host slime --file slime/ray/rollout.py --root DIR"
 
 
@@ -49,24 +49,18 @@ class Versions:
         subclasses tell as well.
         """
         for kind in _with_subclasses(actor):
-            own = vars(kind).get("train_actor")
-            if own is not None and not hasattr(own, _WATCHES):
-                kind.train_actor = self._telling(own)
+            if "train_actor" in vars(kind):
+                wrap_once(kind, "train_actor", self._tell)
 
-    def _telling(self, own: Any) -> Any:
-        @wraps(own)
-        def train_actor(trainer: Any, rollout_id: int, rollout_data: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._told:  # a subclass's has told
-                return own(trainer, rollout_id, rollout_data, *args, **kwargs)
-            self.read(rollout_data, getattr(getattr(trainer, "weight_updater", None), "weight_version", None))
-            self._told = True
-            try:
-                return own(trainer, rollout_id, rollout_data, *args, **kwargs)
-            finally:
-                self._told = False
-
-        setattr(train_actor, _WATCHES, True)
-        return train_actor
+    def _tell(self, own: Any, trainer: Any, rollout_id: int, rollout_data: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._told:  # a subclass's has told
+            return own(trainer, rollout_id, rollout_data, *args, **kwargs)
+        self.read(rollout_data, getattr(getattr(trainer, "weight_updater", None), "weight_version", None))
+        self._told = True
+        try:
+            return own(trainer, rollout_id, rollout_data, *args, **kwargs)
+        finally:
+            self._told = False
 
     def read(self, rollout_data: dict[str, Any], trainer: int | None) -> None:
         """A rollout's loss masks and versions, one a sample. slime's own logging cannot read them: they are taken out.
@@ -123,7 +117,7 @@ class Versions:
         if self.trainer is None or None in held:
             raise ValueError(
                 f"--rs-max-staleness needs the versions of {self.host}'s rollout, and the loss masks are not those of "
-                f"one that was read: {needs_init(self.host)}"
+                f"one that was read: {set_hook(self.host, 'init')}."
             )
         versions = torch.tensor([version for _, version in filter(None, held)], dtype=torch.int64)
         tokens = torch.repeat_interleave(versions, torch.tensor(packed.lengths, dtype=torch.int64))
@@ -134,12 +128,6 @@ def _with_subclasses(kind: Any) -> Iterator[Any]:
     yield kind
     for below in kind.__subclasses__():
         yield from _with_subclasses(below)
-
-
-def needs_init(host: str) -> str:
-    """What to set for a training process to know versions."""
-    fix = f"set --custom-megatron-init-path mismatch_plugin.hooks.{host}.init"
-    return f"{fix}, or start through `python -m mismatch_plugin.launch`."
 
 
 def _number(version: Any) -> int:

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_plugin.hooks.base import start_block
+from mismatch_plugin.hooks.base import start_block, wrap_once
+from mismatch_plugin.hooks.hosts import VERL
 from mismatch_plugin.hooks.verl.config import LOSS_NAME, check_tree, describe, has_block, settings
 from mismatch_plugin.hooks.verl.driver import correct_rollout_batch
 from mismatch_plugin.hooks.verl.groups import use_group_advantages
@@ -32,7 +33,6 @@ from mismatch_plugin.hooks.version import version_line
 from mismatch_plugin.report.log import validate_same_settings
 
 _CORE = "verl.trainer.ppo.core_algos"
-_WRAPPED = "mismatch_plugin_wraps"
 
 
 def mismatch_loss(
@@ -85,26 +85,15 @@ def register() -> None:
     Raises: ImportError or AttributeError where verl has moved one of them.
     """
     core_algos: Any = import_module(_CORE)
-    helper: Any = import_module("verl.trainer.ppo.rollout_corr_helper")
-    utils: Any = import_module("verl.utils")
-    config_module: Any = import_module("verl.utils.config")
     core_algos.register_policy_loss(LOSS_NAME)(mismatch_loss)
     own_bypass = core_algos.get_policy_loss_fn("bypass_mode")
-    core_algos.register_policy_loss("bypass_mode")(_once(own_bypass, _bypass_mode))
-    own_driver = helper.compute_rollout_correction_and_add_to_batch
-    helper.compute_rollout_correction_and_add_to_batch = _once(own_driver, _rollout_correction)
-    validate = _once(config_module.validate_config, _validate_config)
-    config_module.validate_config = utils.validate_config = validate
+    if not isinstance(own_bypass, partial):
+        core_algos.register_policy_loss("bypass_mode")(wraps(own_bypass)(partial(_bypass_mode, own_bypass)))
+    wrap_once(
+        "verl.trainer.ppo.rollout_corr_helper", "compute_rollout_correction_and_add_to_batch", _rollout_correction
+    )
+    wrap_once("verl.utils.config", "validate_config", _validate_config)
     wrap_tracking(import_module("verl.utils.tracking").Tracking)
-
-
-def _once(own: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
-    """verl's own function, called by way of `around(own, …)`."""
-    if hasattr(own, _WRAPPED):
-        return own
-    wrapped = wraps(own)(partial(around, own))
-    setattr(wrapped, _WRAPPED, own)
-    return wrapped
 
 
 def _bypass_mode(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -127,5 +116,5 @@ def _validate_config(own: Callable[..., Any], config: Any, *args: Any, **kwargs:
     if chosen is not None:
         if chosen.report_dir is not None:
             validate_same_settings(chosen.report_dir, chosen)
-        print(start_block("verl", [*describe(chosen, config), version_line("verl")]), flush=True)
+        print(start_block("verl", [*describe(chosen, config), version_line(VERL)]), flush=True)
     return own(config, *args, **kwargs)

@@ -7,20 +7,17 @@ mean and deviation. What was rejected travels from one to the other in the batch
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial, wraps
-from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.groups import group_advantages, group_metrics
-from mismatch_plugin.hooks.base import replace_function
+from mismatch_plugin.hooks.base import wrap_once
 
 ESTIMATORS = ("grpo", "grpo_vectorized")
 """verl's estimators that are (R − mean) / (deviation + 1e-6) within a prompt's responses."""
 _ACCEPTED, _LEAST = "mismatch_accepted", "mismatch_min_group"
-_TRAINER, _COMPUTE = "verl.trainer.ppo.ray_trainer", "compute_advantage"
 
 
 def check_estimator(config: MismatchConfig, algorithm: Mapping[str, Any]) -> None:
@@ -56,11 +53,7 @@ def use_group_advantages() -> None:
 
     It acts on batches that `mark_accepted` has marked; verl's own computes the others.
     """
-    own = getattr(import_module(_TRAINER), _COMPUTE)
-    if not hasattr(own, "mismatch_plugin_wraps"):
-        wrapped = wraps(own)(partial(compute_advantage, own))
-        vars(wrapped)["mismatch_plugin_wraps"] = own
-        replace_function(_TRAINER, _COMPUTE, wrapped)
+    wrap_once("verl.trainer.ppo.ray_trainer", "compute_advantage", compute_advantage)
 
 
 def compute_advantage(own: Callable[..., Any], data: Any, adv_estimator: Any, *args: Any, **kwargs: Any) -> Any:

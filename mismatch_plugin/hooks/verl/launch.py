@@ -12,15 +12,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from mismatch_plugin.config.compat.verl import CLIP, OBJECTIVES, OTHER_LOSSES, no_such_loss
 from mismatch_plugin.hooks.base import Given, Host, Plan
-from mismatch_plugin.hooks.block import BLOCK
-from mismatch_plugin.hooks.hydra import put, read_overrides, text
+from mismatch_plugin.hooks.tree import BLOCK, put, read_overrides, text
 from mismatch_plugin.hooks.verl.config import (
     ACTOR,
     LOG_PROBS,
@@ -36,14 +34,15 @@ from mismatch_plugin.hooks.verl.config import (
 _POLICY_LOSS = f"{ACTOR}.policy_loss"
 _LOSS_MODE = f"{_POLICY_LOSS}.loss_mode"
 
+FLAGS: frozenset[str] = frozenset()
 # Hydra reads verl's YAML files, not the launcher; the entry point sees the whole tree.
 _UNTOUCHED = (
     "none of the plugin's flags or settings is on the line: nothing is added. Settings in verl's YAML files, if any, "
-    "are checked and printed when verl reads them",
+    "are checked and printed when verl reads them"
 )
 
 
-def plan(given: Given, script: Path | None) -> Plan:
+def plan(host: Host, given: Given, script: Path | None) -> Plan:
     """The run of main_ppo: overrides for verl's switches, our block, and the loss in the workers.
 
     Without our flags, settings that are overrides on the line (our block, or `loss_mode=mismatch`) count.
@@ -53,7 +52,7 @@ def plan(given: Given, script: Path | None) -> Plan:
     line = _tree(overrides, {}, script)
     mode = line["actor_rollout_ref"]["actor"]["policy_loss"].get("loss_mode")
     if not given.flags and mode != LOSS_NAME and not has_block(line["algorithm"]["rollout_correction"]):
-        return replace(Plan.untouched("verl", given), lines=_UNTOUCHED)
+        return Plan.untouched(host, given, _UNTOUCHED)
     block = {name: value for name, value in given.settings.items() if name != "use_rollout_log_probs"}
     host_argv = given.host_argv
     if given.flags and mode in (*OBJECTIVES, *OTHER_LOSSES):
@@ -107,6 +106,8 @@ def _wanted(given: Given) -> dict[str, Any]:
     bypass = given.config.use_rollout_log_probs
     kind = "reinforce" if given.config.algorithm == 3 else "ppo_clip"
     wanted: dict[str, Any] = {f"{RC}.bypass_mode": bypass, f"{RC}.loss_type": kind}
+    if given.config.tis.batch_normalize:
+        wanted[f"{RC}.rollout_is_batch_normalize"] = True  # its default, False, would contradict ours
     return {**wanted, _LOSS_MODE: LOSS_NAME, LOG_PROBS: True}
 
 
@@ -148,14 +149,3 @@ def _names(overrides: Mapping[str, Any], name: str) -> bool:
     around = overrides.get(parent)
     inside = isinstance(around, Mapping) and last in around
     return inside or any(f"{key}.".startswith(f"{name}.") for key in overrides)
-
-
-HOST = Host(
-    name="verl",
-    packages=("verl",),
-    plan=plan,
-    reads=(("hydra", "main"), ("hydra", "compose")),
-    trainer="-m verl.trainer.main_ppo",
-    inside="verl/trainer",
-    version_file="verl/version/version",
-)

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.metrics.state import Statistics
+from mismatch_plugin.hooks.base import wrap_once
 from mismatch_plugin.hooks.verl.config import check_tree
 from mismatch_plugin.report.log import report_logged
-
-_WRAPPED = "mismatch_plugin_wraps"
 
 
 class StepReport:
@@ -41,25 +39,19 @@ STEP = StepReport()
 
 def wrap_tracking(tracking: Any) -> None:
     """Make verl's `Tracking` write what it logs where its configuration sets our `report_dir`. Idempotent."""
-    own_init: Callable[..., None] = tracking.__init__
-    own_log: Callable[..., None] = tracking.log
-    if hasattr(own_log, _WRAPPED):
-        return
+    wrap_once(tracking, "__init__", _begin)
+    wrap_once(tracking, "log", _log)
 
-    @wraps(own_init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        own_init(self, *args, **kwargs)
-        tree = kwargs["config"] if "config" in kwargs else args[3] if len(args) > 3 else None
-        self.mismatch_settings = _settings(tree)
 
-    @wraps(own_log)
-    def log(self: Any, data: Mapping[str, Any], step: int, *args: Any, **kwargs: Any) -> None:
-        own_log(self, data, step, *args, **kwargs)
-        if (config := self.mismatch_settings) is not None:
-            STEP.write(config, data, int(step))
+def _begin(own: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    own(self, *args, **kwargs)
+    self.mismatch_settings = _settings(kwargs["config"] if "config" in kwargs else args[3] if len(args) > 3 else None)
 
-    setattr(log, _WRAPPED, own_log)
-    tracking.__init__, tracking.log = __init__, log
+
+def _log(own: Callable[..., None], self: Any, data: Mapping[str, Any], step: int, *args: Any, **kwargs: Any) -> None:
+    own(self, data, step, *args, **kwargs)
+    if (config := self.mismatch_settings) is not None:
+        STEP.write(config, data, int(step))
 
 
 def _settings(tree: Any) -> MismatchConfig | None:

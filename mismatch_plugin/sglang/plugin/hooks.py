@@ -85,6 +85,12 @@ def checked(_: Any, updater: Any, recv_req: Any, *args: Any, **kwargs: Any) -> N
         _state.changed("reset")
 
 
+def flushed(result: Any, *args: Any, **kwargs: Any) -> None:
+    """After the KV cache was emptied, or was not since requests hold it."""
+    if _state is not None and result:
+        _state.cache.flushed()
+
+
 def _failed(result: Any, failure: str) -> Any:
     if not failure or not result.success:
         return None

@@ -7,10 +7,12 @@ import importlib.metadata
 import logging
 import os
 import socket
+import time
 from functools import cache
 from typing import Any
 
 from mismatch_plugin.sglang.fingerprints import some, written
+from mismatch_plugin.sglang.plugin.cache import KVEpochs
 from mismatch_plugin.sglang.plugin.weights import LoadedWeights
 
 logger = logging.getLogger("mismatch_plugin")
@@ -29,6 +31,7 @@ class ServerState:
         self._scheduler = scheduler
         self._facts = facts(scheduler)
         self.weights = LoadedWeights(scheduler, *(self._facts[name] for name in ("pp_rank", "pp_size", "tp_rank")))
+        self.cache = KVEpochs(scheduler, self._facts["speculative"])
         self._since: dict[str, str] = {}  # fingerprint → the label under which it was first sampled from
         self._last: str | None = None  # the fingerprint that serves; None: an update changed the weights since
         self._ended = False  # an update ended, and what serves since is not known yet
@@ -39,6 +42,8 @@ class ServerState:
         self._fresh = True  # no batch was computed with these weights yet
         self._cuts_streams = bool(getattr(scheduler.server_args, "incremental_streaming_output", False))
         self._raw = bool(_module("sglang.srt.layers.sampler").SGLANG_RETURN_ORIGINAL_LOGPROB)
+        self._label_before: str | None = None  # of the update that ended last, if nothing was sampled since
+        self._label_at_begin = ""  # of the session under way
         self.under_way = False
         """Some tensors of an update are loaded, and the rest may not be."""
 
@@ -52,6 +57,7 @@ class ServerState:
         """A part of an update is loaded."""
         if not self.under_way:
             self.under_way = True  # first: all ranks must know it, whatever fails on one of them
+            self._label_at_begin = label()
             self._mark_requests()
             self.weights.begin()
 
@@ -60,18 +66,23 @@ class ServerState:
         if not self.under_way:
             self._mark_requests()
             self.weights.take()
-            self._fresh = True
+            self._fresh, self._label_before = True, None
             self._log(what)
 
     def end(self, required: int, success: bool = True) -> str:
         """A whole update is loaded. Returns why it fails, "" if it does not (`LoadedWeights.end`)."""
         self._mark_requests()
         before = self.weights.number
+        # Sessions that follow each other without a batch are one update, unless each moved the version.
+        goes_on = self.under_way and self._label_before is not None
+        goes_on = goes_on and not self._label_before != self._label_at_begin != label()
+        if not goes_on:
+            self._label_before = self._label_at_begin if self.under_way else None
         try:
-            failure = self.weights.end(required, success)
+            failure = self.weights.end(required, success, goes_on)
         finally:  # the same on all ranks, whatever fails on one of them
             self.under_way, self._fresh = False, True
-        counted = self.weights.number > before
+        counted = self.weights.number > before or (goes_on and success)
         self._ended = self._ended or counted
         self._settle()
         self._log_update(failed=not success, counted=counted)
@@ -111,7 +122,9 @@ class ServerState:
         try:
             self.weights.complete()
             scheduler, told = self._scheduler, self.weights.fingerprint
-            for req in {*scheduler.collect_inflight_reqs(), *scheduler.waiting_queue, scheduler.chunked_req} - {None}:
+            running = scheduler.collect_inflight_reqs()
+            self.cache.end(told, running - {*scheduler.waiting_queue})
+            for req in {*running, *scheduler.waiting_queue, scheduler.chunked_req} - {None}:
                 if req.output_ids:
                     event = (told, self._since.get(told or ""), len(req.output_ids))
                     setattr(req, _EVENTS, [*getattr(req, _EVENTS, ()), event])
@@ -127,6 +140,8 @@ class ServerState:
 
     def before_batch(self, batch: Any) -> None:
         """What is to be known of a batch before it is computed. Costs some comparisons, but for greedy requests."""
+        self._label_before = None
+        self.cache.before_batch(batch)
         if self._fresh:
             self._settle()
         if not (self._fresh or self.under_way) and (name := label()) != self._label:
@@ -171,6 +186,7 @@ class ServerState:
             "filters": [name for name, on in filters.items() if on],
             "shifts": shifts,
             "weights": self._spans(req),
+            "kv": self.cache.of(req, self.weights.fingerprint),
             "update": self.weights.update,
         }
 
@@ -221,6 +237,7 @@ def facts(scheduler: Any) -> dict[str, Any]:
     dtype, cache_dtype = (str(kind).removeprefix("torch.") for kind in (model.dtype, runner.kv_cache_dtype))
     return {
         "server": name,
+        "started": round(time.time(), 3),
         "dp_rank": parallel.dp_rank,
         "tp_rank": parallel.tp_rank,
         "tp_size": parallel.tp_size,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mismatch_plugin import __version__
 from mismatch_plugin.sglang.fingerprints import Digest, combined, digests, fingerprint, read_tensors, some, written
@@ -18,6 +20,8 @@ logger = logging.getLogger("mismatch_plugin")
 _REQUIRED = "MISMATCH_REQUIRE_CHANGE"
 _KEPT = 8
 """Generations of what pipeline stages tell each other: one may be some updates behind."""
+_ELEMENTS = 256
+"""Of each matrix that are compared one by one, at least, where it has so many."""
 _PATIENCE = timedelta(seconds=60)
 """How far apart the ranks of one server may be when they have started."""
 
@@ -39,6 +43,13 @@ def all_ready(ready: bool) -> bool:
     except dist.DistStoreError:
         verdict = "off"
     return store.compare_set("mismatch_plugin/verdict", "", verdict) == b"on"
+
+
+def _elements(named: Iterable[tuple[str, Tensor]]) -> Tensor | None:
+    """Some elements of each matrix as float32, at equal distances that no row's length divides; None of no matrix."""
+    kinds = [tensor.detach() for _, tensor in named if tensor.dim() > 1 and tensor.is_floating_point()]
+    parts = [kind.view(-1)[:: kind.numel() // _ELEMENTS | 1] for kind in kinds if kind.is_contiguous()]
+    return torch.cat([part.to(parts[0].device) for part in parts]).float() if parts else None
 
 
 class Stage(NamedTuple):
@@ -77,6 +88,11 @@ class LoadedWeights:
         self._taken = 0
         self._ranks: list[dict[str, Digest]] | None = None
         """Of this pipeline stage; None: of one of them they could not be taken."""
+        self._base = self._ranks
+        """As they were before the last update."""
+        self._elements: Tensor | None = None
+        self._base_elements: Tensor | None = None
+        self._changed_elements: float | None = None
         self._stage = Stage({})
         self._updated = self._awaits_stages = False
         self.number = 0
@@ -92,21 +108,26 @@ class LoadedWeights:
     def take(self, success: bool | None = None) -> list[bool]:
         """The digests as they are now: of loaded weights, or after something else than an update changed them.
 
-        success: of an update on this rank; it is returned of each rank. One host sync; one gather of objects among the
-        ranks of a stage."""
+        success: of an update on this rank; it is returned of each rank. Two host syncs; one gather of objects among
+        the ranks of a stage."""
         started = time.perf_counter()
         own: dict[str, Digest] | None = None
+        share: float | None = None
         try:
-            own = digests(self._scheduler.tp_worker.model_runner.model.named_parameters())
+            named = [*self._scheduler.tp_worker.model_runner.model.named_parameters()]
+            own, self._elements = digests(named), _elements(named)
+            share = self._share()
         except Exception:  # the other ranks wait for an answer
             logger.exception("mismatch_plugin: no fingerprint of the weights could be taken")
         group = self._scheduler.weight_updater.tp_cpu_group
-        told: list[Any] = [(own, success)] * dist.get_world_size(group)
+        told: list[Any] = [(own, success, share)] * dist.get_world_size(group)
         if len(told) > 1:
-            dist.all_gather_object(told, (own, success), group=group)
-        whole = [rank for rank, _ in told if rank is not None]
-        before, self._ranks = self._ranks, whole if len(whole) == len(told) else None
-        self._stage = Stage({}) if self._ranks is None else _stage(before, whole)
+            dist.all_gather_object(told, (own, success, share), group=group)
+        whole = [rank for rank, _, _ in told if rank is not None]
+        shares = [one for _, _, one in told if one is not None]
+        self._changed_elements = round(sum(shares) / len(shares), 5) if len(shares) == len(told) else None
+        self._ranks = whole if len(whole) == len(told) else None
+        self._stage = Stage({}) if self._ranks is None else _stage(self._base, whole)
         self.tensors, self.fingerprint = {}, None
         self._updated = success is not None
         self._taken += 1
@@ -116,7 +137,7 @@ class LoadedWeights:
         elif self._tp_rank == 0:
             self._leave()
         self.seconds = time.perf_counter() - started
-        return [bool(done) for _, done in told]
+        return [bool(done) for _, done, _ in told]
 
     def _leave(self) -> None:
         """This stage's, for the first one."""
@@ -133,20 +154,22 @@ class LoadedWeights:
         """A part of an update is loaded: until its end the weights are neither the old nor the new ones."""
         self.fingerprint, self._awaits_stages = None, False
 
-    def end(self, required: int, success: bool = True) -> str:
+    def end(self, required: int, success: bool = True, goes_on: bool = False) -> str:
         """A whole update is loaded. Returns why it fails, "" if it does not.
 
         required: how many tensors must change; of a pipeline, of the first stage's. The first update may
         change none: a run begins with one that sends the loaded weights. success: SGLang calls it one on this rank;
-        what is none on all of them counts as an update if it changed something.
+        what is none on all of them counts as an update if it changed something. goes_on: it is a further part of the
+        last update.
         """
-        self.number += 1
+        if not goes_on:
+            self.number, self._base, self._base_elements = self.number + 1, self._ranks, self._elements
         update, self.update = self.update, None
         before = self._stage.tensors
         done = self.take(success)
         tensors, _, kept = self._stage
         if not any(done) and tensors and tensors == before:
-            self.number, self.update, self._updated = self.number - 1, update, False
+            self.number, self.update, self._updated = self.number - (not goes_on), update, False
         if not required:
             return ""
         if any(done) and not all(done):
@@ -193,4 +216,10 @@ class LoadedWeights:
                 "changed_matrices": len(matrices - kept),
                 "matrices": len(matrices),
                 "unchanged": self.unchanged[:3],
+                "changed_elements": self._changed_elements,
             }
+
+    def _share(self) -> float | None:
+        """Of the sampled elements of this rank, that the last update changed. One host sync."""
+        before, now = self._base_elements, self._elements
+        return None if before is None or now is None else float((before != now).float().mean())

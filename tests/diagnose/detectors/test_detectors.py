@@ -243,14 +243,13 @@ def test_an_accepted_fault_is_reported_but_does_not_count():
     result = check_batch(batch, accept=["mixed_versions"])
     assert result.status == "undecided"  # three tokens
     assert [item.accepted for item in result.findings] == [True]
-    assert "Accepted: mixed_versions" in result.verdict and "Not decided" in result.verdict
 
 
 @pytest.mark.parametrize(("tokens", "status"), [(99, "undecided"), (100, "clean")])
 def test_too_few_tokens_decide_nothing(tokens: int, status: str):
     values = wave(tokens, 0)
     result = check_batch(batch_of([values], [[value + 0.001 for value in values]]))
-    assert result.status == status and ("100 are needed" in result.verdict) == (status == "undecided")
+    assert result.status == status
     assert check_batch(batch_of([values], None)).status == "clean"  # without a training side that is meant
     assert check_batch(batch_of([values], [[None] * tokens])).status == "faults"
 

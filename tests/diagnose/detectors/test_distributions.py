@@ -40,8 +40,10 @@ def test_a_temperature_is_the_slope_of_centred_log_probs(recorded: float, side: 
     batch = batch_of([np.log(_P).tolist()], [np.log(half).tolist()], records=records)
     (finding,) = found(find_temperature(batch)[0])
     assert (finding.fault, finding.side) == ("temperature", side)
-    assert finding.statistics == pytest.approx(
-        {"slope": 0.5, "temperature_ratio_low": 2.0, "temperature_ratio_high": 2.0}
+    told = {**finding.statistics}
+    assert told.pop("standard_errors") > 100
+    assert told == pytest.approx(
+        {"slope": 0.5, "temperature_ratio_low": 2.0, "temperature_ratio_high": 2.0, "explained": 1.0}
     )
 
 
@@ -152,14 +154,30 @@ def test_entropies_tell_what_tokens_were_drawn_from(drawn: dict[str, Any], fault
     assert all(abs(item.statistics["standard_errors"]) > 6 for item in found(items))
 
 
-def _with_ids(change: Callable[[Any, Any, Any], Any], samples: int = 24) -> Outcome:
-    """40 tokens a sample of 50 ids; change: of the gap, from ids, how often each was there before, and a generator."""
+MOVED = np.random.default_rng(5).standard_t(3, 50) * 0.1
+"""nats by which a step of the weights moves each id: heavy tails, the furthest is id 7."""
+MOVED[7] = -0.9
+
+
+def _half_old(ids: Any, before: Any, generator: Any) -> Any:
+    """Half of the samples are from older weights, under which alone id 7 is ever drawn."""
+    if generator.random() < 0.5:
+        return 5 * MOVED[ids] + generator.normal(0, 0.1, 40)
+    ids[ids == 7] = 8
+    return 0
+
+
+def _with_ids(change: Callable[[Any, Any, Any], Any], samples: int = 24, certain: float = 0.0) -> Outcome:
+    """40 tokens a sample of 50 ids; change: of the gap, from ids, how often each was there before, and a generator.
+    certain: the share of tokens of id 7 that are nearly certain on both sides."""
     generator = np.random.default_rng(2)
     ids = [generator.integers(50, size=40) for _ in range(samples)]
     before = [np.array([(one[:at] == token).sum() for at, token in enumerate(one)]) for one in ids]
     rollout = -generator.exponential(1.5, (samples, 40)) - 0.1
     gaps = [generator.normal(0, 0.02, 40) + change(*pair, generator) for pair in zip(ids, before, strict=True)]
-    train = (rollout + np.array(gaps)).tolist()
+    sure = (np.array(ids) == 7) & (generator.random((samples, 40)) < certain)
+    rollout[sure] = -0.01
+    train = (rollout + np.where(sure, 0, gaps)).tolist()
     return find_token_offset(batch_of(rollout.tolist(), train, ids=[one.tolist() for one in ids]))
 
 
@@ -186,11 +204,17 @@ def test_ids_with_a_gap_of_their_own_are_named_and_left_out():
         lambda ids, before, generator: 0.15 * np.sin(ids) + generator.normal(0, 0.15, 40),  # rows of low precision
         lambda ids, before, generator: -0.5 * before * (ids < 3),  # a frequency penalty
         lambda ids, before, generator: np.where(generator.random() < 0.3, -2.0 * (ids < 9), 0),  # a few bad samples
+        lambda ids, before, generator: MOVED[ids],  # weights a step apart
+        _half_old,
     ],
 )
 def test_what_does_not_belong_to_an_id_names_none(change: Callable[[Any, Any, Any], Any]):
     assert _with_ids(change)[0] == []
     assert _with_ids(lambda ids, before, generator: -1.0 * (ids == 7), samples=5)[0] == []  # too few samples
+    assert (
+        _with_ids(lambda ids, before, generator: -1.0 * (ids == 7), samples=60, certain=0.6)[0] == []
+    )  # an offset shows in most
+    assert len(_with_ids(lambda ids, before, generator: -1.0 * (ids == 7), certain=0.3)[0]) == 1
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -204,6 +228,18 @@ def test_a_penalty_is_an_offset_on_repeated_tokens(sign: int):
     assert (finding.fault, finding.side) == ("penalty", "rollout" if sign > 0 else "training")
     assert finding.statistics["offset"] == pytest.approx(0.4 * sign, abs=0.01)
     assert (finding.tokens, finding.first.position if finding.first else None) == (80, 40)
+
+
+def test_what_explains_little_of_the_gap_is_named_neither_penalty_nor_temperature():
+    generator = np.random.default_rng(1)
+    rollout = -generator.exponential(1.5, 4000)
+    noise = generator.choice([-1.0, 1.0], 4000)
+    ids = np.arange(4000) % 1500  # most tokens are repeated
+    apart = rollout + np.where(np.arange(4000) >= 1500, 1.0, -1.0) + noise
+    assert found(find_penalty(batch_of([rollout.tolist()], [apart.tolist()], ids=[ids.tolist()]))[0]) == []
+    sharper = 1.035 * rollout + 0.15 * noise  # a tenth of the gap: weights a step on
+    setting = {"sampling": SamplingParameters(temperature=0.7)}
+    assert find_temperature(batch_of([rollout.tolist()], [sharper.tolist()], records=setting))[0] == []
 
 
 def test_penalties_are_sglangs():
@@ -221,6 +257,11 @@ def test_unrelated_sides():
     assert [item.fault for item in found(find_unrelated(batch_of([rollout.tolist()], [train.tolist()]))[0])] == [
         "unrelated"
     ]
+    rollout = -generator.exponential(2.0, 400)
+    train = 0.8 * rollout - generator.exponential(4.0, 400)  # something is left, but they are 4 nats apart
+    for scale, faults in ((1.0, ["unrelated"]), (0.5, [])):
+        batch = batch_of([(scale * rollout).tolist()], [(scale * train).tolist()])
+        assert [item.fault for item in found(find_unrelated(batch)[0])] == faults
 
 
 # Digits, versions, level

@@ -280,6 +280,8 @@ def test_table_of_hits_and_false_alarms(
         print("\n" + table)
     page = Path(__file__).parents[3] / "docs" / "inspect.md"
     assert table in page.read_text(encoding="utf-8"), "the table of docs/inspect.md is another: copy the one above"
-    elsewhere = {"server_differs", "label_reused", "other_weights"}  # told by servers: test_servers.py, test_served.py
+    # Told by servers, or of groups: test_servers.py, test_served.py, test_sampler.py.
+    elsewhere = {"server_differs", "label_reused", "other_weights"}
+    elsewhere |= {"stale_cache", "update_lost_in_precision", "cloned_group"}
     assert {case.fault for case in CASES} | set(SERVED.values()) | elsewhere == set(FAULTS)
     assert sum(alarms.values()) == 0

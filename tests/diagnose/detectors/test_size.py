@@ -73,7 +73,7 @@ def test_classes_of_size():
 
 def test_sides_that_are_equal_are_remarked_with_both_readings():
     result = check_batch(_batch(lambda _, rollout: np.zeros(SHAPE)))
-    assert result.status == "clean" and "exact" in result.verdict
+    assert result.status == "clean"
     assert "kernels" in result.notes[-1] and "copied" in result.notes[-1]
     assert equal_sides(_batch(_logit_noise(1e-6))) is None
 

@@ -132,11 +132,15 @@ def _far_from_the_first_token(rollout: np.ndarray, train: np.ndarray) -> np.ndar
     return np.where(np.arange(len(train))[:, None] == 4, _others(), train)
 
 
+def _zero_filled(rollout: np.ndarray, train: np.ndarray) -> np.ndarray:
+    return np.where((np.arange(len(train)) % 4 == 0)[:, None] & (AT >= 30), 0.0, train)
+
+
 def _decaying(rollout: np.ndarray, train: np.ndarray) -> np.ndarray:
     return train - 3.0 * np.exp(-AT / 5)
 
 
-@pytest.mark.parametrize("change", [_shift, _routers, _far_from_the_first_token, _decaying])
+@pytest.mark.parametrize("change", [_shift, _routers, _far_from_the_first_token, _zero_filled, _decaying])
 def test_other_faults_are_no_change_of_ids(change: Callable[[np.ndarray, np.ndarray], np.ndarray]):
     for seed in range(5):
         rollout, train = _sides(seed)
@@ -181,6 +185,6 @@ def _partial_rollout(seed: int, change: Callable[[Sample], Sample] = lambda one:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_partial_rollout_is_no_wrong_prompt_and_hides_none(seed: int):
     named = {item.fault for item in check_batch(make_batch(_partial_rollout(seed))).findings}
-    assert "mixed_versions" in named and not named & {"wrong_prompt", "retokenised"}
+    assert "mixed_versions" in named and not named & {"wrong_prompt", "retokenised", "stale_server"}
     cut = _partial_rollout(seed, lambda one: one.with_fields(prompt_ids=one.prompt_ids[2:]))
     assert check_batch(make_batch(cut)).findings[0].fault == "wrong_prompt"

@@ -321,6 +321,16 @@ def test_two_populations_are_left_to_the_workers_where_they_are_named():
     assert find_split(_made(size, _of_two))[0]  # a worker of each server, perhaps
 
 
+def test_responses_that_changed_version_are_no_second_population():
+    """Early or late in the response: a third of them are mostly of the older weights."""
+    ends = [35 if index % 3 == 0 else 10 for index in range(48)]
+    batch = _made(lambda sample, at: 0.3 if at < ends[sample] else 0.03, lambda _: {})
+    assert find_split(batch)[0] != []
+    spans = [(WeightSpan(version="4", start=0, end=end), WeightSpan(version="5", start=end, end=40)) for end in ends]
+    mixed = {index: {"weight_versions": span} for index, span in enumerate(spans)}
+    assert find_split(batch.with_values(mixed))[0] == []
+
+
 def test_samples_with_other_values_are_no_stale_server():
     batch = _made(lambda sample, _: 0.03, lambda _: {})
     other = {at: {"train_log_probs": np.roll(batch.samples[at + 1].train_log_probs, 7)} for at in range(0, 48, 6)}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+from collections.abc import Iterable
 from typing import Any
 
 from tests.hooks.contracts.slime_reducers import ACCEPTED_MEAN
@@ -35,6 +37,25 @@ SHIPPED: dict[str, Any] = {
 NARROW = {"eps_clip": 0.01, "eps_clip_high": 0.02}
 """ε that clips some of the sequences."""
 WEIGHTED_KL = {"terms": {"kl_importance_weighted": True}}
+
+
+def drawn(names: Iterable[Any], layouts: Iterable[str]) -> list[tuple[str, Any]]:
+    """(layout, case) pairs to run: with MISMATCH_FULL=1 all, else so few that every two words of the names of product
+    cases, and every such word with a layout, occur together, and every other case in one layout."""
+    layouts, names = list(layouts), list(names)
+    everything = list(itertools.product(layouts, names))
+    if os.environ.get("MISMATCH_FULL"):
+        return everything
+    products = [(layout, name) for layout, name in everything if name[0].isdigit()]
+    others = [name for name in names if not name[0].isdigit()]
+    chosen = [(layouts[number % len(layouts)], name) for number, name in enumerate(others)]
+    words = {one: {*itertools.combinations(sorted({one[0], *one[1].split()}), 2)} for one in products}
+    left = set[tuple[str, ...]]().union(*words.values())
+    while left:
+        best = max(products, key=lambda one: len(words[one] & left))
+        chosen.append(best)
+        left -= words[best]
+    return chosen
 
 
 def custom(host: str) -> dict[str, Any]:

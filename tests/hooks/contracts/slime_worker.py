@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import types
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -80,7 +80,8 @@ class Model(torch.nn.Module):
 class Runs:
     """A host's cases by name, run in every layout (tp, cp, processes) in one launch each.
 
-    function: `run_by_hand` or `run_host`. cases: what `Case` takes besides.
+    function: `run_by_hand` or `run_host`. cases: what `Case` takes besides. drawn: the (layout, case) pairs that will
+    be asked for, where not all.
     """
 
     def __init__(
@@ -89,9 +90,11 @@ class Runs:
         host: str,
         cases: Mapping[Any, dict[str, Any]],
         layouts: dict[str, tuple[int, int, int]],
+        drawn: Sequence[tuple[str, Any]] = (),
     ) -> None:
         self.function, self.host, self.cases, self.layouts = function, host, cases, layouts
-        self._found: dict[str, list[Any]] = {}
+        self.drawn = drawn
+        self._found: dict[str, dict[Any, Any]] = {}
 
     def case(self, layout: str, name: Any) -> Case:
         root = "" if self.function is run_by_hand else str(host_root(self.host))
@@ -100,10 +103,14 @@ class Runs:
 
     def __call__(self, layout: str, name: Any) -> list[list[Outcome]]:
         """Of each rank and step."""
-        if layout not in self._found:
-            cases = [self.case(layout, other) for other in self.cases]
-            self._found[layout] = launch(self.function, cases, self.layouts[layout][2], timeout=240.0)
-        return self._found[layout][list(self.cases).index(name)]
+        wanted = [other for place, other in self.drawn or ((layout, one) for one in self.cases) if place == layout]
+        if name not in wanted:
+            wanted.append(name)
+        if name not in self._found.setdefault(layout, {}):
+            cases = [self.case(layout, other) for other in wanted]
+            found = launch(self.function, cases, self.layouts[layout][2], timeout=240.0)
+            self._found[layout] |= dict(zip(wanted, found, strict=True))
+        return self._found[layout][name]
 
 
 @cache
@@ -168,7 +175,7 @@ def run_steps(
     """
     state = initialize(case.tp, case.cp)
     args, adapter = arguments_of(case), adapter_of(case)
-    adapter.ADAPTER.run.log = lambda args, metrics: None  # no tracker in a test: the metrics themselves are compared
+    adapter.ADAPTER.log = lambda args, metrics: None  # no tracker in a test: the metrics themselves are compared
     dp_rank, dp = state.get_data_parallel_rank(), state.get_data_parallel_world_size()
     everyone = state.get_data_parallel_group(with_context_parallel=True)
     mine = schedule(dp_rank, dp)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from argparse import ArgumentParser
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -13,10 +12,6 @@ import torch
 import mismatch_plugin as mp
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.hooks.megatron_core import MegatronLoss, adapter, make_batch
-from mismatch_plugin.hooks.megatron_rl import settings as megatron_rl_settings
-from mismatch_plugin.hooks.nemo_rl.config import settings as nemo_rl_settings
-from mismatch_plugin.hooks.slime.config import read_settings
-from mismatch_plugin.hooks.verl.config import settings as verl_settings
 from mismatch_plugin.log_probs import Backend, LogProbs
 from mismatch_plugin.parallel.groups import ParallelGroups
 
@@ -92,23 +87,6 @@ def test_a_wrong_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "invalid choice: 'liger'" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"log_prob_backend is 'liger': it should be 'auto', 'torch', 'triton'"):
         mp.MismatchConfig.build({"log_prob_backend": "liger"})
-
-
-HOSTS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "slime": lambda asked: read_settings(Namespace(mismatch_settings=asked), "slime"),
-    "miles": lambda asked: read_settings(Namespace(**{f"mismatch_{k}": v for k, v in asked.items()}), "miles"),
-    "Megatron-LM RL": lambda asked: megatron_rl_settings(Namespace(**{f"mismatch_{k}": v for k, v in asked.items()})),
-    "verl": lambda asked: verl_settings({"mismatch": asked}),
-    "NeMo-RL": lambda asked: nemo_rl_settings({"mismatch": asked}),
-}
-
-
-@pytest.mark.parametrize("asked", [{"log_prob_backend": "torch"}, {"fused_head": True}, {"inplace_logits": "off"}])
-@pytest.mark.parametrize("host", HOSTS)
-def test_hosts_that_compute_log_probs_themselves_refuse_it(host: str, asked: dict[str, Any]) -> None:
-    (name,) = asked
-    with pytest.raises(ValueError, match=rf"{name.replace('_', '.')}.* {host}.*computes log-probs itself"):
-        HOSTS[host](asked)
 
 
 @pytest.mark.parametrize(("line", "overwrites"), [("", True), ("--mismatch-inplace-logits off", False)])

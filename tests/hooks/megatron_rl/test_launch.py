@@ -94,18 +94,9 @@ def test_a_patched_tree_needs_no_launcher(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--use-tis --tis-level sequence", "only single tokens can be judged: level sequence. Apply the patch"),
-        ("--rs-veto-threshold 1e-4", "only single tokens can be judged: the veto"),
-        (
-            "--mismatch-preset disabled --mismatch-metrics full --mismatch-report-dir runs",
-            "nothing can be measured: --mismatch-metrics full, --mismatch-report-dir. Apply the patch "
-            ".mismatch-plugin patch apply --host megatron-lm",
-        ),
-        ("--use-tis --mismatch-report-dir runs", "nothing can be measured: --mismatch-report-dir. Apply the patch"),
-        ("--use-tis --mismatch-metrics basic", "nothing can be measured: --mismatch-metrics basic. Apply the patch"),
-        ("--use-tis --mismatch-dry-run", "nothing can be measured: --mismatch-dry-run. Apply the patch"),
-        ("--mismatch-preset disabled", "nothing can be measured: these settings correct nothing .algorithm 0, no rej"),
-        ("--mismatch-eps-clip-low 0.01", "these settings correct nothing .algorithm 0, no rejection.. Apply the patch"),
+        ("--use-tis --tis-level sequence", "cannot be had: level sequence. Apply the patch"),
+        ("--use-tis --mismatch-metrics basic", "cannot be had: --mismatch-metrics basic. Apply the patch"),
+        ("--mismatch-preset disabled", "cannot be had: a run that only measures. Apply the patch .mismatch-plugin"),
         (
             f"{_ON} --use-rollout-log-probs",
             f"{_ON} weighs the loss .algorithm 2., but .* choose algorithm 1: add --use-t",
@@ -115,7 +106,6 @@ def test_a_patched_tree_needs_no_launcher(tmp_path: Path) -> None:
             "--rl-importance-sampling-truncation-coef weighs the loss .algorithm 2., but .* algorithm 0",
         ),
         ("--use-tis --no-rl-inference-logprobs-is-correction", "keeps the inference log-probs from the loss"),
-        ("--use-tis --mismatch-eps-clip-low 0.2", "eps_clip_low 0.2 contradicts --grpo-clamp-eps-lower 0.01"),
     ],
 )
 def test_one_sentence_for_each_mistake(line: str, message: str, tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.hooks.megatron_rl import adapter as megatron_rl
-from mismatch_plugin.hooks.megatron_rl import step as megatron_rl_step
 from mismatch_plugin.hooks.megatron_rl.launch import TABLE
+from mismatch_plugin.hooks.megatron_step import MegatronStep
 from mismatch_plugin.parallel.groups import ParallelGroups
 from tests.distributed.launch import launch
 from tests.hooks.contracts.megatron_rl_batches import make_config, one_bin, rows, run_loss
@@ -44,31 +44,19 @@ def test_megatron_s_own_values_are_read() -> None:
     )
     assert (config.algorithm, config.tis.upper_bound, config.denominator) == (2, 3.0, "original")
     assert (config.ppo.eps_clip_low, config.ppo.eps_clip_high, config.terms.kl_coef) == (0.01, 0.3, 0.0)
+    contradicts = "--use-tis --tis-upper-bound 3 --rl-importance-sampling-truncation-coef 2"
+    with pytest.raises(
+        ValueError, match=r"--tis-upper-bound 3.0 contradicts Megatron-LM's --rl-importance-sampling-tr"
+    ):
+        megatron_rl.settings(_args(f"{_ON} {contradicts}"))
+    with pytest.raises(ValueError, match="--mismatch-kl-type k1 cannot be had in Megatron-LM: leave it out"):
+        megatron_rl.settings(_args(f"{_ON} --mismatch-kl-coef 0.001 --mismatch-kl-type k1"))
 
 
 def test_what_the_launcher_hands_over_is_read_the_same() -> None:
     line = f"{_ON} --use-tis --use-rollout-log-probs --tis-level geometric"
     handed = {"use_tis": True, "use_rollout_log_probs": True, "tis": {"level": "geometric"}}
     assert megatron_rl.settings(_args(line)) == megatron_rl.settings(_args(_ON, mismatch_settings=handed))
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--mismatch-eps-clip-low 0.2", r"ppo.eps_clip_low 0.2 contradicts --grpo-clamp-eps-lower 0.01: give --grpo"),
-        ("--mismatch-kl-coef 0.5", r"terms.kl_coef 0.5 contradicts --grpo-kl-beta 0.001"),
-        (
-            "--use-tis --tis-upper-bound 3 --rl-importance-sampling-truncation-coef 2",
-            r"tis.upper_bound 3 contradicts --rl-importance-sampling-truncation-coef 2",
-        ),
-        ("--mismatch-denominator accepted", r"denominator accepted is not Megatron-LM RL's"),
-        ("--mismatch-aggregation seq-mean-token-mean", r"aggregation seq-mean-token-mean is not Megatron-LM RL's"),
-        ("--mismatch-kl-coef 0.001 --mismatch-kl-type k1", r"terms.kl_type k1 is not Megatron-LM RL's"),
-    ],
-)
-def test_contradictions_are_refused(line: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        megatron_rl.settings(_args(f"{_ON} {line}"))
 
 
 @pytest.mark.parametrize("line", ["--use-tis", "--use-rollout-log-probs", "--rs-criterion token:k2:0.5"])
@@ -100,15 +88,12 @@ class _Chunk(torch.nn.Module):
         self.scaled.append(factor)
 
 
-def _step_end(
-    config: mp.MismatchConfig, calls: list[str], groups: ParallelGroups | None = None
-) -> megatron_rl_step.StepEnd:
-    model_config = types.SimpleNamespace(
-        calculate_per_token_loss=True, finalize_model_grads_func=lambda *_, **__: calls.append("megatron")
-    )
-    end = megatron_rl_step.StepEnd(config, model_config, groups or ParallelGroups(), Namespace(curr_iteration=3))
-    assert model_config.finalize_model_grads_func == end.finalize_model_grads
-    return end
+def _begun(config: mp.MismatchConfig, calls: list[str], groups: ParallelGroups | None = None) -> tuple[Any, Any]:
+    """(the step, the model config whose finalize ends it)."""
+    model_config = types.SimpleNamespace(finalize_model_grads_func=lambda *_, **__: calls.append("megatron"))
+    step = MegatronStep(megatron_rl._log, is_first=lambda groups: True)
+    step.begin(Namespace(), config, groups or ParallelGroups(), model_config, 4, compare=False)
+    return step, model_config.finalize_model_grads_func
 
 
 @pytest.fixture
@@ -119,20 +104,20 @@ def written(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     training: Any = types.ModuleType("megatron.training")
     training.get_tensorboard_writer, training.get_wandb_writer = lambda: board, lambda: None
     monkeypatch.setitem(sys.modules, "megatron.training", training)
-    monkeypatch.setattr(megatron_rl_step, "_is_first", lambda groups: True)
+    monkeypatch.setattr(megatron_rl.RUN.step, "is_first", lambda groups: True)
     return values
 
 
 def test_metrics_of_a_step_are_those_of_all_its_micro_batches(written: dict[str, float], tmp_path: Path) -> None:
     config = make_config(use_tis=True, report_dir=str(tmp_path / "run"))
     calls: list[str] = []
-    end = _step_end(config, calls)
+    end, finalize = _begun(config, calls)
     data, place = rows()
     whole = run_loss(config, data, place)[2].metrics()
     for row in range(3):
         part = {name: value[row : row + 1] for name, value in data.items()}
         end.add(run_loss(config, part, place)[2])
-    end.finalize_model_grads([_Chunk()])
+    finalize([_Chunk()])
     assert calls == ["megatron"]
     assert {name.removesuffix("@4"): value for name, value in written.items()} == pytest.approx(whole, rel=1e-10)
     (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -143,10 +128,10 @@ def test_invalid_log_probs_stop_the_step_before_the_optimizer(written: dict[str,
     config = make_config(use_tis=True)
     data, place = rows()
     data["mask"][1, 2], data["rollout"][1, 2] = 1.0, math.nan
-    end = _step_end(config, [])
+    end, finalize = _begun(config, [])
     end.add(run_loss(config, data, place)[2])
     with pytest.raises(mp.InvalidLogProbError, match="sequence 1, position 2 is missing or NaN"):
-        end.finalize_model_grads([_Chunk()])
+        finalize([_Chunk()])
     assert not written
 
 
@@ -154,15 +139,15 @@ def test_a_failed_gate_stops_the_step_before_the_optimizer(written: dict[str, fl
     data, place = rows()
     k3_kl = float(run_loss(make_config(use_tis=True), data, place)[2].k3_kl())
     config = make_config(use_tis=True, gate_kl=0.99 * k3_kl)
-    end = _step_end(config, [])
+    end, finalize = _begun(config, [])
     end.add(run_loss(config, data, place)[2])
     with pytest.raises(mp.GateError, match=f"^step 4: k3_kl {k3_kl:.3g} nats per token is above the bar"):
-        end.finalize_model_grads([_Chunk()])
+        finalize([_Chunk()])
     assert not written
     config = make_config(use_tis=True, gate_kl=1.01 * k3_kl)
-    end = _step_end(config, [])
+    end, finalize = _begun(config, [])
     end.add(run_loss(config, data, place)[2])
-    end.finalize_model_grads([_Chunk()])
+    finalize([_Chunk()])
     assert written["rollout_corr/k3_kl@4"] == pytest.approx(k3_kl)
 
 
@@ -170,32 +155,32 @@ def test_the_weight_mean_divides_the_gradients_of_the_step(written: dict[str, fl
     config = mp.MismatchConfig.build(
         {"use_tis": True, "tis": {"level": "sequence", "batch_normalize": True}, "denominator": "original"}
     )
-    end, chunk = _step_end(config, []), _Chunk()
+    (end, finalize), chunk = _begun(config, []), _Chunk()
     data, place = rows()
-    assert end.batch_factor == 1.0
+    assert end.factor(config) == 1.0
     statistics = run_loss(config, data, place)[2]
     end.add(statistics)
-    end.finalize_model_grads([chunk])
+    finalize([chunk])
     assert chunk.scaled == pytest.approx([1.0 / float(statistics.batch_factor())])
     assert written["rollout_corr/rollout_is_weight_after_mean@4"] > 0
 
 
 def test_the_weight_mean_of_the_step_is_refused_beside_a_kl_term() -> None:
     config = make_config(use_tis=True, tis={"batch_normalize": True})
-    with pytest.raises(ValueError, match=r"there is also: a KL term.*--grpo-kl-beta 0"):
-        _step_end(config, [])
-    _step_end(make_config(use_tis=True, tis={"batch_normalize": True, "batch_normalize_scope": "micro_batch"}), [])
+    with pytest.raises(ValueError, match=r"there is also: a KL term"):
+        _begun(config, [])
+    _begun(make_config(use_tis=True, tis={"batch_normalize": True, "batch_normalize_scope": "micro_batch"}), [])
 
 
 def _ranks_that_differ(plant: str) -> str:
     """What the step's end raises on two data-parallel ranks of which the second is odd."""
     world, odd = torch.distributed.group.WORLD, torch.distributed.get_rank() == 1
     config = make_config(use_tis=True, metrics="basic" if odd and plant == "other metrics" else "full")
-    end = _step_end(config, [], ParallelGroups(dp=world, dp_cp=world))
+    end, finalize = _begun(config, [], ParallelGroups(dp=world, dp_cp=world))
     if not (odd and plant == "no micro-batch"):
         end.add(run_loss(config, *rows())[2])
     try:
-        end.finalize_model_grads([_Chunk()])
+        finalize([_Chunk()])
     except ValueError as error:
         return str(error)
     return "nothing"
@@ -223,12 +208,12 @@ def test_the_drop_in_functions_work_together(written: dict[str, float], monkeypa
     monkeypatch.setitem(sys.modules, "megatron.rl", types.ModuleType("megatron.rl"))
     monkeypatch.setitem(sys.modules, "megatron.rl.rl_utils", rl_utils)
     monkeypatch.setattr(megatron_rl, "data_groups", ParallelGroups)
-    for name, value in {"args": None, "config": None, "step_end": None, "host_get_logprobs": None}.items():
-        monkeypatch.setattr(megatron_rl._Run, name, value)
+    monkeypatch.setattr(megatron_rl, "RUN", megatron_rl._Run())
+    megatron_rl.RUN.step.is_first = lambda groups: True
     model: Any = _Chunk()
-    model.config = types.SimpleNamespace(calculate_per_token_loss=True, finalize_model_grads_func=lambda *_: None)
+    model.config = types.SimpleNamespace(finalize_model_grads_func=lambda *_: None)
     megatron_rl.get_logprobs(model, no_grad=True)
-    assert megatron_rl._Run.step_end is None
+    assert not megatron_rl.RUN.step.begun
     log_probs = megatron_rl.get_logprobs(model, no_grad=False)
     given: dict[str, Any] = {"advantages": data["advantages"], "inference_logprobs": data["rollout"], **place}
     host: dict[str, Any] = {"clamp_eps_lower": 0.01, "clamp_eps_upper": 0.01, "kl_beta": 0.03, "entropy_weight": 0.0}
@@ -238,7 +223,9 @@ def test_the_drop_in_functions_work_together(written: dict[str, float], monkeypa
         log_probs, data["old"], data["ref"], **given, **host, loss_mask=data["mask"]
     )
     terms.loss.sum().backward()
+    assert megatron_rl.RUN.step.begun
     model.config.finalize_model_grads_func([model])
+    assert not megatron_rl.RUN.step.begun  # the next call with gradient begins another
     assert written["rollout_corr/tokens@2"] == float(data["mask"].sum())
     with pytest.raises(ValueError, match=r"shapes \(1, 17\), \(1, 16\) and \(1, 17\)"):
         megatron_rl.calculate_grpo_loss(

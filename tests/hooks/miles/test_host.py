@@ -20,6 +20,7 @@ from tests.hooks.contracts.slime_cases import (
     TERMS,
     WEIGHTED_KL,
     custom,
+    drawn,
     hooked,
     ours,
     own_switches,
@@ -57,11 +58,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-IN_MILES = Runs(run_host, "miles", CASES, HOST_LAYOUTS)
+DRAWN = drawn(CASES, HOST_LAYOUTS)
+IN_MILES = Runs(run_host, "miles", CASES, HOST_LAYOUTS, DRAWN)
 
 
-@pytest.mark.parametrize("layout", HOST_LAYOUTS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("layout", "name"), DRAWN)
 def test_miles_s_loss_function_equals_one_process(layout: str, name: str):
     compare(IN_MILES(layout, name), IN_MILES.case(layout, name), miles, by_logits=True)
 
@@ -81,11 +82,12 @@ def _pairs() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
 
 PAIRS = _pairs()
 SIDES = {(name, side): {"changes": pair[side], **pair_data(name)} for name, pair in PAIRS.items() for side in (0, 1)}
-BOTH = Runs(run_host, "miles", SIDES, HOST_LAYOUTS)
+COMPARED = drawn(PAIRS, ["one", "tp2 cp2"])
+DRAWN_SIDES = [(layout, (name, side)) for layout, name in COMPARED for side in (0, 1)]
+BOTH = Runs(run_host, "miles", SIDES, HOST_LAYOUTS, DRAWN_SIDES)
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2 cp2"])
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(("layout", "name"), COMPARED)
 def test_miles_s_own_loss_means_the_same(layout: str, name: str):
     # Under bypass miles compares the rollout with itself.
     other = "train_rollout_logprob_abs_diff" if name.startswith("bypass") else ""

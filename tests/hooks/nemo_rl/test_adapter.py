@@ -20,6 +20,7 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.hooks.nemo_rl import MismatchLoss, describe, settings, with_mismatch_loss
+from mismatch_plugin.hooks.nemo_rl.adapter import setup_with_loss
 from mismatch_plugin.report.log import read_steps
 from tests.hooks.contracts import nemo_rl as contract
 
@@ -264,19 +265,17 @@ def test_nemo_rls_switches_are_objectives() -> None:
         ({"use_cispo": True, "disable_ppo_ratio": True}, {}, "disable_ppo_ratio and use_cispo make different losses"),
         (
             {"use_cispo": True}, {"objective": "gspo"},
-            "mismatch.objective gspo contradicts NeMo-RL's loss_fn, which makes it cispo",
+            "sequence_level_importance_ratios, which makes it cispo",
         ),
         (
             {"sequence_level_importance_ratios": True}, {"use_tis": True, "use_rollout_log_probs": True},
             "loss_fn.sequence_level_importance_ratios clips π_θ/π_old, and algorithm 3 is REINFORCE",
         ),
         ({"positive_example_nll_weight": 0.1}, {}, "likelihood"),
-        ({}, {"terms": {"kl_coef": 0.1}}, "reference_policy_kl_penalty"),
-        ({}, {"terms": {"entropy_coef": 0.1}}, "gets no entropy"),
-        ({}, {"aggregation": "seq-mean-token-mean"}, "token_level_loss"),
-        ({}, {"ppo": {"eps_clip_low": 0.1}}, "ppo.eps_clip_low 0.1 contradicts NeMo-RL's loss_fn, which makes it 0.2"),
-        ({}, {"rs": {"veto_threshold": 1e-4}, "denominator": "accepted"}, "Choose auto or original"),
-        ({}, {"use_tis": True, "tis": {"batch_normalize": True}}, "choose micro_batch, or no batch_normalize"),
+        (
+            {}, {"use_tis": True, "tis": {"batch_normalize": True, "batch_normalize_scope": "step"}},
+            "tis.batch_normalize_scope step is not what NeMo-RL gives in algorithm 2: choose micro_batch or auto",
+        ),
         ({}, {"use_tsi": True}, "did you mean use_tis"),
         ({}, {"preset": "pg_iss"}, "did you mean pg_is"),
         ({"use_importance_sampling_correction": True}, {"preset": "disabled"}, "has none: switch it off"),
@@ -287,7 +286,7 @@ def test_nemo_rls_switches_are_objectives() -> None:
                 "truncated_importance_sampling_ratio": 2.0,
             },
             {"tis": {"upper_bound": 3.0}},
-            "tis.upper_bound 3.0 contradicts NeMo-RL's loss_fn, which makes it 2.0",
+            "tis.upper_bound 3.0 contradicts NeMo-RL's loss_fn.truncated_importance_sampling_…, which makes it 2.0",
         ),
         (
             {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0},
@@ -321,8 +320,7 @@ def test_setup_returns_our_loss_in_the_place_of_its_own(capsys: pytest.CaptureFi
     def setup(master_config: Any, tokenizer: str) -> tuple[Any, ...]:
         return "policy", own, tokenizer, master_config
 
-    wrapped = with_mismatch_loss(setup)
-    assert with_mismatch_loss(wrapped) is wrapped
+    wrapped = with_mismatch_loss(with_mismatch_loss(setup))
     config = {"loss_fn": {"mismatch": BLOCKS["1"]}}
     policy, loss, tokenizer, returned = wrapped(config, tokenizer="tokenizer")
     assert (policy, tokenizer, returned) == ("policy", "tokenizer", config)
@@ -330,9 +328,10 @@ def test_setup_returns_our_loss_in_the_place_of_its_own(capsys: pytest.CaptureFi
     printed = capsys.readouterr().out
     assert "algorithm 1: bypass PPO" in printed and "host: nemo-rl " in printed
     said = [line[2:] for line in printed.splitlines()]
-    with_mismatch_loss(setup, said)(config, "t")  # the launcher has said it
+    setup_with_loss(setup, config, "t", said=said)  # the launcher has said it
     assert not capsys.readouterr().out
-    with_mismatch_loss(setup, said)({**config, "policy": {"generation": {"top_p": 0.9}}}, "t")  # and has not seen this
+    other = {**config, "policy": {"generation": {"top_p": 0.9}}}
+    setup_with_loss(setup, other, "t", said=said)  # and has not seen this
     (_, added) = capsys.readouterr().out.splitlines()
     assert "top_p" in added
     assert wrapped({"loss_fn": {}}, "t")[1] is own  # not asked for

@@ -21,7 +21,7 @@ from mismatch_plugin.hooks import slime
 from mismatch_plugin.hooks.slime.batch import owned_ranges, pack_local
 from mismatch_plugin.parallel.groups import ParallelGroups
 from tests.hooks.contracts import slime as contract
-from tests.hooks.contracts.slime_cases import NARROW, TERMS, WEIGHTED_KL, custom, hooked, ours, product, weights
+from tests.hooks.contracts.slime_cases import NARROW, TERMS, WEIGHTED_KL, custom, drawn, hooked, ours, product, weights
 from tests.hooks.contracts.slime_compare import HAND_LAYOUTS, compare
 from tests.hooks.contracts.slime_data import STEPS, owned, samples, schedule, step_samples
 from tests.hooks.contracts.slime_data import arguments as build
@@ -65,11 +65,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-BY_HAND = Runs(run_by_hand, "slime", CASES, HAND_LAYOUTS)
+DRAWN = drawn(CASES, HAND_LAYOUTS)
+BY_HAND = Runs(run_by_hand, "slime", CASES, HAND_LAYOUTS, DRAWN)
 
 
-@pytest.mark.parametrize("layout", HAND_LAYOUTS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("layout", "name"), DRAWN)
 def test_loss_gradient_and_metrics_equal_one_process(layout: str, name: str):
     compare(BY_HAND(layout, name), BY_HAND.case(layout, name), slime, by_logits=False)
 
@@ -307,7 +307,7 @@ def test_a_bad_log_prob_fails_the_step_and_names_its_place():
 
 def test_a_recomputed_loss_counts_once_and_metrics_are_logged_with_the_host_s_step(tmp_path: Path):
     logged = []
-    slime.ADAPTER.run.log = lambda args, metrics: logged.append(metrics)
+    slime.ADAPTER.log = lambda args, metrics: logged.append(metrics)
     args = arguments(**hooked("slime"), **ours(2, report_dir=str(tmp_path)))
     sample, model = samples()[0], Model()
     data = {

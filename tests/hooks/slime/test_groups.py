@@ -18,7 +18,7 @@ import torch
 import mismatch_plugin as mp
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.hooks import slime
-from mismatch_plugin.hooks.slime.groups import check_groups
+from mismatch_plugin.hooks.slime.config import validate_groups
 from mismatch_plugin.launch.__main__ import prepare
 from tests.core.test_groups import plain
 from tests.distributed.launch import launch
@@ -181,7 +181,7 @@ def logged_of(case: Case) -> list[dict[str, float]]:
     """What slime's tracker gets of two steps on a rollout."""
     initialize(1, case.cp)
     args, logged = host_arguments(case), []
-    slime.ADAPTER.run.log = lambda args, metrics: logged.append(metrics)
+    slime.ADAPTER.log = lambda args, metrics: logged.append(metrics)
     data = rollout(case, 0, 1, 0)
     slime.group_advantages(args, data)
     for step in range(2):
@@ -252,10 +252,13 @@ EXCLUDE = MismatchConfig.build({"rs": {**SEVERAL, "group": "exclude"}})
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"custom_advantage_function_path": None}, r"has no effect unless --custom-advantage-function-path runs"),
+        (
+            {"custom_advantage_function_path": None},
+            "has no effect unless mismatch_plugin.hooks.slime.group_adv",
+        ),
         (
             {"custom_advantage_function_path": "mine.f"},
-            r"--custom-advantage-function-path mine\.f forms other advantages",
+            r"--custom-advantage-function-path mine\.f makes others",
         ),
         ({"advantage_estimator": "ppo"}, r"--advantage-estimator ppo makes others"),
         ({"advantage_estimator": "reinforce_plus_plus_baseline"}, r"reinforce_plus_plus_baseline makes others"),
@@ -267,15 +270,10 @@ EXCLUDE = MismatchConfig.build({"rs": {**SEVERAL, "group": "exclude"}})
 )
 def test_what_would_not_form_these_advantages_is_refused(changes: dict[str, Any], message: str) -> None:
     good = {"custom_advantage_function_path": PATH, "get_mismatch_metrics": True}
-    check_groups(Namespace(**good), EXCLUDE, "slime")
-    check_groups(Namespace(**good, advantage_estimator="gspo"), EXCLUDE, "slime")
+    validate_groups(Namespace(**good), EXCLUDE, "slime")
+    validate_groups(Namespace(**good, advantage_estimator="gspo"), EXCLUDE, "slime")
     with pytest.raises(ValueError, match=message):
-        check_groups(Namespace(**{**good, **changes}), EXCLUDE, "slime")
-
-
-def test_miles_has_no_such_function() -> None:
-    with pytest.raises(ValueError, match="--rs-group exclude cannot be had in miles: it computes advantages itself"):
-        check_groups(Namespace(), EXCLUDE, "miles")
+        validate_groups(Namespace(**{**good, **changes}), EXCLUDE, "slime")
 
 
 def test_the_hook_alone_is_refused_without_the_advantage_function() -> None:
@@ -299,9 +297,7 @@ def test_the_launcher_sets_what_it_takes(tmp_path: Path) -> None:
     assert found[found.index("--custom-advantage-function-path") + 1] == PATH
     assert "--get-mismatch-metrics" in found
     assert not {"--custom-advantage-function-path", "--get-mismatch-metrics"} & set(added(LINE))
-    with pytest.raises(ValueError, match=r"mine\.f forms other advantages than --rs-group exclude"):
+    with pytest.raises(ValueError, match=r"mine\.f makes others"):
         added(f"{LINE} --rs-group exclude --custom-advantage-function-path mine.f")
     with pytest.raises(ValueError, match="needs --rs-group exclude or drop"):
         added(f"{LINE} --custom-advantage-function-path {PATH}")
-    with pytest.raises(ValueError, match="cannot be had in miles"):
-        added(f"{LINE} --rs-group exclude", "miles")

@@ -56,7 +56,7 @@ def run(case: Odd) -> dict[str, Any]:
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=case.pp, context_parallel_size=case.cp)
     slime.ADAPTER.__init__()
-    slime.ADAPTER.run.log = lambda args, metrics: None
+    slime.ADAPTER.log = lambda args, metrics: None
     plant = case.plant if torch.distributed.get_rank() == case.rank else ""
     last = parallel_state.is_pipeline_last_stage()
     tis = weights("sequence", "truncate", batch_normalize=True) if case.algorithm else None

@@ -39,7 +39,6 @@ from tests.hooks.contracts import miles as miles_contract
 from tests.hooks.contracts import slime as slime_contract
 from tests.hooks.contracts.slime_cases import hooked, ours
 from tests.hooks.contracts.slime_source import function, host_root, parameters
-from tests.hooks.megatron_core.test_log_prob_backend import HOSTS as OTHERS
 
 Weights = dict[str, Tensor]
 LAYER = "model.layers.{}.self_attn.{}_proj.weight"
@@ -310,12 +309,6 @@ def test_the_hook_that_starts_a_training_process_watches(run: Run) -> None:
     assert run.actor.UpdateWeightFromTensor.update_weights is own
     adapter.init(Namespace(**contract.namespace(**hooked(run.host), **ours(2))))
     assert run.actor.UpdateWeightFromTensor.update_weights is not own
-
-
-@pytest.mark.parametrize("host", ["Megatron-LM RL", "verl", "NeMo-RL"])
-def test_other_hosts_refuse_the_setting(host: str) -> None:
-    with pytest.raises(ValueError, match=r"verify.weights.*" + host):
-        OTHERS[host]({"verify_weights": "error"})
 
 
 def test_off_wraps_nothing(run: Run) -> None:

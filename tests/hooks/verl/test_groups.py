@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mismatch_plugin.hooks.hosts import VERL
 from mismatch_plugin.hooks.verl.config import check_tree
 from mismatch_plugin.hooks.verl.launch import plan
 from mismatch_plugin.launch.command_line import read_command_line
@@ -40,7 +41,7 @@ def test_advantages_that_are_not_within_a_prompt_are_refused() -> None:
 def test_the_launcher_reads_the_estimator_of_the_line() -> None:
     def added(line: str) -> str:
         given = read_command_line(line.split(), {})
-        return " ".join(plan(given, None).added)
+        return " ".join(plan(VERL, given, None).added)
 
     flags = "--use-tis --rs-criterion sequence_mean:k3:0.1 --rs-group drop --rs-min-group 2"
     assert "min_group" in added(f"algorithm.adv_estimator=grpo {flags}")

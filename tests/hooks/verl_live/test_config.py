@@ -89,7 +89,9 @@ def test_verls_validation_prints_the_block_and_stops_on_a_contradiction(capsys: 
     assert "\n  host: verl 0.9.1, the tested version\n" in printed
     validate()
     assert "mismatch_plugin" not in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"tis\.level token contradicts algorithm\.rollout_correction\.rollout_is"):
+    with pytest.raises(
+        ValueError, match=r"tis\.level token contradicts verl.s algorithm\.rollout_correction\.rollout_is"
+    ):
         validate(f"{RC}.rollout_is=sequence", f"{OURS}.use_tis=true", f"{OURS}.tis.level=token")
     with pytest.raises(ValueError, match="calculate_log_probs"):
         validate(*REINFORCE, *LOSS, "actor_rollout_ref.rollout.calculate_log_probs=false")
@@ -154,7 +156,9 @@ def test_registering_twice_wraps_once() -> None:
     before = (get_policy_loss_fn("bypass_mode"), rollout_corr_helper.compute_rollout_correction_and_add_to_batch)
     register()
     after = (get_policy_loss_fn("bypass_mode"), rollout_corr_helper.compute_rollout_correction_and_add_to_batch)
-    assert before == after
+    assert before[0] == after[0]
+    inside = [vars(function)["mismatch_plugin_wraps"][1] for function in (before[1], after[1])]
+    assert inside[0] is inside[1] and not hasattr(inside[1], "mismatch_plugin_wraps")
 
 
 def test_the_entry_point_loads_on_import_verl() -> None:

@@ -32,6 +32,10 @@ CASES: dict[str, tuple[Sequence[str], Job]] = {
     "algorithm 2": (("--use-tis",), Job(patched=False)),
     "algorithm 3": (("--use-rollout-log-probs", "--use-tis"), Job()),
     "sequence": ((*SEQUENCE, *REPORT), Job()),
+    "rejection, mask": (("--use-tis", "--tis-mode", "mask", "--rs-criterion", "sequence_max:k2:0.5"), Job()),
+    "geometric": (("--use-tis", "--tis-level", "geometric", "--tis-upper-bound", "1.01"), Job(PACKING)),
+    "preset": (("--mismatch-preset", "token_icepop"), Job()),
+    "settings file": (("--mismatch-config", str(Path(__file__).parents[1] / "settings.yaml")), Job()),
     "patch alone": (
         ("--use-rollout-log-probs", *SEQUENCE),
         Job((*PACKING, "--rl-inference-logprobs-is-correction"), launch=False, ranks=2),

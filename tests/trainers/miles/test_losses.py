@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ REJECTED = """
     --rs-veto-threshold 0.2
 """
 FULL = "--mismatch-metrics full --mismatch-report-dir {run}/report"
+SETTINGS = Path(__file__).parents[1] / "settings.yaml"
 HOOKED = ("rollout_data_postprocess", "before_train_step", "init")
 
 
@@ -57,6 +59,9 @@ CASES = {
     "algorithm 2": Case(SEQUENCE, SMALL),
     "algorithm 3": Case(f"--use-rollout-log-probs --use-tis {FULL}", SMALL),
     "rejection": Case(f"{REJECTED} {FULL}", SMALL),
+    "mask, geometric": Case("--use-tis --tis-level geometric --tis-mode mask --tis-upper-bound 1.1", SMALL),
+    "preset": Case("--mismatch-preset token_icepop", SMALL),
+    "settings file": Case(f"--mismatch-config {SETTINGS}", SMALL),
     "normalised 2": Case(NORMALIZED, SMALL),
     "2 by path": Case(
         SEQUENCE, f"{by_path('tis_function', *HOOKED)} {SMALL}", {"use_tis": True, "tis_level": "sequence"}

@@ -6,19 +6,18 @@ Rollout n is sampled while n − 1 is trained on, with weights that reach the se
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
-import subprocess
 from collections.abc import Callable
 from statistics import mean
 
 import pytest
 
 from examples.sglang_server import start_cpu_server
+from mismatch_plugin.patching import apply, patches_of
 from tests.trainers.columns import Shown
 from tests.trainers.slime.loop import reported, reverse, rewards, versions
 from tests.trainers.slime.test_learned import ALGORITHMS, STEPS
-from tests.trainers.slime.trainer import ROOT, Sources, Trained, train
+from tests.trainers.slime.trainer import Sources, Trained, train
 
 INTERVAL = 10
 ROLLOUTS = 2 * INTERVAL + 1
@@ -69,8 +68,7 @@ def test_staleness_with_an_external_server(sources: Sources, shows: Shown) -> No
     copy = runs / "slime-with-versions"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(sources.slime, copy, ignore=shutil.ignore_patterns(".git", "docs", "imgs", "tests"))
-    alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(runs)}
-    subprocess.run(["git", "apply", str(ROOT / "patches/slime/rollout.patch")], cwd=copy, env=alone, check=True)
+    apply(patches_of("slime", ["slime/ray/rollout.py"]), copy)
     flags = "--use-tis --rs-max-staleness 0 --update-weights-interval 2"
     with start_cpu_server(sources.inputs / "warm", python=sources.python, arguments=["--trust-remote-code"]) as server:
         job = reverse(flags, script="train_async.py", rollouts=6, engine=server.url.removeprefix("http://"))

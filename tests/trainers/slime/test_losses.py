@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +53,7 @@ class Case:
         return config_of([*self.ours.split(), *self.reference.split()])
 
 
+SETTINGS = Path(__file__).parents[1] / "settings.yaml"
 HOOKED = ("rollout_data_postprocess", "before_train_step", "init")
 EPSILON = ("--eps-clip", "3e-4", "--eps-clip-high", "4e-4")
 GSPO = ("--advantage-estimator", "gspo", *EPSILON)
@@ -62,6 +64,9 @@ CASES = {
     "algorithm 2": Case("--use-tis --tis-level sequence", SMALL),
     "algorithm 3": Case("--use-rollout-log-probs --use-tis", SMALL),
     "rejection": Case(f"{REJECTED} --mismatch-metrics full --mismatch-report-dir {{run}}/report", SMALL),
+    "mask, geometric": Case("--use-tis --tis-level geometric --tis-mode mask --tis-upper-bound 1.1", SMALL),
+    "preset": Case("--mismatch-preset token_icepop", SMALL),
+    "settings file": Case(f"--mismatch-config {SETTINGS}", SMALL),
     "normalised 2": Case(NORMALIZED, SMALL),
     "normalised 3": Case(f"{NORMALIZED} --use-rollout-log-probs", SMALL),
     # slime's own GSPO has one gradient for all tokens of a sequence: so has ours under weights of a sequence.

@@ -1,0 +1,355 @@
+"""What holds for every host, one row each: flags arrive or are refused with the reason, and the loss is `policy_loss`.
+
+A row says what stands before our flags on a launch line, and how the host's adapter makes the sum of its loss over a
+batch. Data are rows of responses with tool tokens in the middle, one advantage a response.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+import mismatch_plugin as mp
+from mismatch_plugin.config.fields import flag_names, leaf_fields, value_and_default
+from mismatch_plugin.config.values import dotted_fields_set, ignore_mismatch_warnings
+from mismatch_plugin.hooks.base import METHODS, Plan, peek
+from mismatch_plugin.hooks.hosts import HOSTS
+from mismatch_plugin.launch.__main__ import prepare
+from mismatch_plugin.parallel.groups import ParallelGroups
+from tests.hooks.contracts.launch_trees import megatron_tree, ray_tree
+
+pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
+Data = dict[str, Tensor]
+
+MASK = torch.tensor([[1, 1, 0, 1, 1, 0], [1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 1, 1]])
+
+
+def batch() -> Data:
+    """[4, 6] log-probs of three policies, all different, and [4] advantages of responses."""
+    generator = torch.Generator().manual_seed(3)
+
+    def noise(scale: float) -> Tensor:
+        return scale * torch.randn(MASK.shape, generator=generator, dtype=torch.float64)
+
+    rollout = -noise(1.0).abs() - 0.05
+    old = (rollout + noise(0.3)).clamp(max=-0.01)
+    current = (old + noise(0.3)).clamp(max=-0.01)
+    advantages = torch.tensor([0.7, -1.2, 0.4, 1.5], dtype=torch.float64)
+    return {"rollout": rollout, "old": old, "current": current, "advantages": advantages}
+
+
+# The rows -------------------------------------------------------------------------------------------------------------
+
+
+def _ray_total(name: str) -> Callable[[Plan, Data, Tensor], Tensor]:
+    def total(plan: Plan, data: Data, current: Tensor) -> Tensor:
+        """Through our whole loss, or the hook in the host's own PPO, as the launcher has chosen."""
+        assert plan.config is not None
+        args, _ = peek(plan.argv, import_module(HOSTS[name].launch).TABLE)
+        plan.settle(args)
+        adapter = type(import_module(f"mismatch_plugin.hooks.{name}").ADAPTER)()
+        adapter.groups = ParallelGroups()
+        size = MASK.shape[1]
+        shape: dict[str, Any] = {
+            "rollout_log_probs": list(data["rollout"]),
+            "loss_masks": list(MASK),
+            "total_lengths": [size + 3] * len(MASK),
+            "response_lengths": [size] * len(MASK),
+        }
+
+        def reduce(values: Tensor) -> Tensor:
+            return (values * MASK.flatten()).sum()
+
+        if args.loss_type == "custom_loss":
+            more = {"log_probs": list(data["old"]), "advantages": list(data["advantages"])}
+            return adapter.loss(args, {**shape, **more}, list(current), None, reduce)[0]
+        ratio, clip = (current - data["old"]).exp(), plan.config.ppo
+        bounded = ratio.clamp(1 - clip.eps_clip_low, 1 + clip.eps_clip_high)
+        loss = torch.maximum(-ratio * data["advantages"], -bounded * data["advantages"]).flatten()
+        if "tis_function" not in str(args.custom_tis_function_path):  # algorithm 1 is the host's own
+            ratio = (current - data["rollout"]).exp()
+        return reduce(adapter.tis_function(args, pg_loss=loss, train_log_probs=list(data["old"]), **shape)[0])
+
+    return total
+
+
+def _megatron_total(plan: Plan, data: Data, current: Tensor) -> Tensor:
+    from mismatch_plugin.hooks.megatron_rl.loss import Clip, grpo_terms, pack
+
+    assert plan.config is not None
+    packed = pack(
+        plan.config,
+        old=data["old"],
+        rollout=data["rollout"],
+        advantages=data["advantages"][:, 0],
+        loss_mask=MASK,
+        seq_starts=None,
+        seq_lengths=None,
+    )
+    clip = Clip(plan.config.ppo.eps_clip_low, plan.config.ppo.eps_clip_high, 0.0, 0.0)
+    return (grpo_terms(current, data["old"], packed, plan.config, clip)[0].loss * MASK).sum()
+
+
+def _verl_total(plan: Plan, data: Data, current: Tensor) -> Tensor:
+    from mismatch_plugin.hooks.verl.driver import correct_rollout_batch
+    from mismatch_plugin.hooks.verl.loss import verl_token_loss
+
+    assert plan.config is not None
+    anchor, mask, weights = data["rollout"], MASK, None
+    if not plan.config.use_rollout_log_probs:  # weights and rejection are made on the driver
+        made = {"old_log_probs": data["old"], "rollout_log_probs": anchor, "response_mask": MASK.clone()}
+        made = correct_rollout_batch(SimpleNamespace(batch=made), plan.config)[0].batch
+        anchor, mask, weights = data["old"], made["response_mask"], made.get("rollout_is_weights")
+    losses, kept, _ = verl_token_loss(anchor, current, data["advantages"], mask, plan.config, weights)
+    return (losses * kept).sum()
+
+
+def _nemo_total(plan: Plan, data: Data, current: Tensor) -> Tensor:
+    from mismatch_plugin.hooks.nemo_rl import MismatchLoss
+    from mismatch_plugin.hooks.tree import read_overrides
+
+    block = read_overrides(plan.argv)["loss_fn.mismatch"]
+    names = {"advantages": "advantages", "prev_logprobs": "old", "generation_logprobs": "rollout"}
+    rows = {theirs: torch.nn.functional.pad(data[mine], (1, 0)) for theirs, mine in names.items()}
+    rows |= {"token_mask": torch.nn.functional.pad(MASK, (1, 0)), "sample_mask": torch.ones(len(MASK))}
+    one = torch.ones((), dtype=torch.float64)
+    return MismatchLoss({**NEMO_RL, "mismatch": block})(current, rows, one, one)[0]
+
+
+NEMO_RL = {
+    "ratio_clip_min": 0.2,
+    "ratio_clip_max": 0.2,
+    "token_level_loss": True,
+    "use_importance_sampling_correction": False,
+    "truncated_importance_sampling_ratio": None,
+    "reference_policy_kl_penalty": 0.0,
+}
+
+
+def _tree(folder: Path, name: str, text: str, **more: Any) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+    if not more:
+        return [str(folder / name)]
+    (folder / "config.yaml").write_text(yaml.safe_dump(more))
+    return [str(folder / name), "--config", str(folder / "config.yaml")]
+
+
+@dataclass(frozen=True)
+class Row:
+    """before: what stands before our flags. neutral: host words under which its loss is a plain sum over tokens.
+    total: that sum. nulls: host words that leave its own bound or clip empty."""
+
+    before: Callable[[Path], list[str]]
+    total: Callable[[Plan, Data, Tensor], Tensor]
+    neutral: str = ""
+    nulls: tuple[str, ...] = ()
+
+
+ROWS = {
+    "slime": Row(lambda folder: [str(ray_tree(folder, "slime"))], _ray_total("slime"), "--calculate-per-token-loss"),
+    "miles": Row(lambda folder: [str(ray_tree(folder, "miles"))], _ray_total("miles"), "--calculate-per-token-loss"),
+    "megatron-lm": Row(lambda folder: [str(megatron_tree(folder, patched=True))], _megatron_total, "--grpo-kl-beta 0"),
+    "verl": Row(
+        lambda folder: _tree(folder, "main.py", "import verl\n"),
+        _verl_total,
+        nulls=("algorithm.rollout_correction.rollout_is=null", "actor_rollout_ref.actor.clip_ratio_low=null"),
+    ),
+    "nemo-rl": Row(
+        lambda folder: _tree(folder, "run_grpo.py", "import nemo_rl\n", loss_fn=NEMO_RL),
+        _nemo_total,
+        nulls=("loss_fn.truncated_importance_sampling_ratio=null loss_fn.use_importance_sampling_correction=true",),
+    ),
+}
+
+
+def _plan(name: str, words: str, folder: Path, host_words: str = "") -> Plan:
+    return prepare([*ROWS[name].before(folder / "tree"), *host_words.split(), *words.split()])[3]
+
+
+SETTINGS = (
+    "--use-rs --rs-level geometric --rs-upper-bound 1.2",
+    "--rs-criterion token:k2:0.05",
+    "--use-rollout-log-probs --rs-criterion token:k2:0.05 --rs-veto-threshold 0.5",
+    "--use-rollout-log-probs --rs-criterion token:tv:0.1@away",
+    "--use-tis",
+    "--use-tis --tis-mode clip --tis-lower-bound 0.9 --tis-upper-bound 1.1",
+    "--use-tis --tis-level sequence --tis-mode clip --tis-upper-bound 1.2",
+    "--use-tis --tis-level geometric --tis-mode mask --tis-upper-bound 1.2",
+    "--use-tis --tis-level turn --tis-upper-bound 1.3",
+    "--use-tis --tis-level prefix --tis-mode mask --tis-upper-bound 1.5",
+    "--use-tis --tis-batch-normalize --tis-level sequence",
+    "--use-tis --rs-criterion token:k2:0.05@negative",
+    "--use-tis --rs-criterion token:k3:0.04 --rs-policy current",
+    "--use-tis --mismatch-rollout-kl-coef 0.1 --mismatch-rollout-kl-type k3",
+    "--use-tis --mismatch-objective cispo",
+    "--mismatch-objective gspo --rs-criterion token:k2:0.05 --mismatch-denominator original",
+    "--use-tis --mismatch-denominator original --rs-criterion sequence_max:k2:0.2",
+    "--use-tis --mismatch-dry-run --tis-upper-bound 1.1",
+    "--use-tis --use-rollout-log-probs --tis-level sequence",
+    "--use-tis --use-rollout-log-probs --tis-mode mask --tis-upper-bound 1.2 --rs-criterion sequence_max:k2:0.3",
+    "--use-tis --use-rollout-log-probs --tis-level none --rs-criterion token:k2:0.05",
+    "--use-tis --use-rollout-log-probs --tis-level turn --tis-batch-normalize",
+    "--mismatch-preset token_icepop --tis-upper-bound 1.2",
+    "--mismatch-preset dppo_tv",
+    "--mismatch-preset pg_is --tis-upper-bound 1.2",
+    "--mismatch-config FILE",
+)
+
+
+@pytest.mark.parametrize("words", SETTINGS)
+@pytest.mark.parametrize("name", ROWS)
+def test_flags_arrive_and_the_loss_is_policy_loss(name: str, words: str, tmp_path: Path) -> None:
+    """Settings as given, beside what the host decides; loss and gradient as `policy_loss` on the same tokens."""
+    (tmp_path / "mismatch.yaml").write_text("use_tis: true\ntis: {mode: clip, upper_bound: 1.15}\n")
+    words = words.replace("FILE", str(tmp_path / "mismatch.yaml"))
+    asked = mp.MismatchConfig.from_words(words.split())
+    if lacking := HOSTS[name].lacking(asked):
+        with pytest.raises(ValueError, match=next(iter(lacking.values()))[1].why.replace("…", ".")):
+            _plan(name, words, tmp_path, ROWS[name].neutral)
+        return
+    plan = _plan(name, words, tmp_path, ROWS[name].neutral)
+    assert plan.config is not None
+    given = asked.model_dump(exclude_unset=True)
+    for path in dotted_fields_set(given) - {"denominator"}:
+        if not any(path.startswith(start) for start in HOSTS[name].owns):
+            assert value_and_default(plan.config, path)[0] == value_and_default(asked, path)[0], path
+    assert plan.config.tis.upper_bound == asked.tis.upper_bound
+    assert f"algorithm {asked.algorithm}: " in "\n".join(plan.lines)
+
+    data = batch()
+    data["advantages"] = data["advantages"][:, None].expand(MASK.shape)
+    mine, theirs = (data["current"].clone().requires_grad_() for _ in range(2))
+    columns = {"rollout_log_probs": "rollout", "old_log_probs": "old", "advantages": "advantages"}
+    rows: dict[str, Any] = {column: list(data[key]) for column, key in columns.items()}
+    result = mp.policy_loss(mine.flatten(), mp.PackedSequences.from_lists(loss_masks=list(MASK), **rows), plan.config)
+    expected = result.loss_sum + sum(result.terms.values())
+    got = ROWS[name].total(plan, data, theirs)
+    expected.backward()
+    got.backward()
+    assert mine.grad is not None and mine.grad.abs().sum() > 0
+    torch.testing.assert_close(got.detach(), expected.detach(), rtol=1e-7, atol=1e-12)
+    torch.testing.assert_close(theirs.grad, mine.grad, rtol=1e-7, atol=1e-12)
+    if plan.config.rejects and not plan.config.dry_run and plan.config.rs.policy != "current":
+        assert 0 < float(result.correction.keep.sum()) < float(MASK.sum())
+
+
+OWNED = {
+    "ppo.eps_clip_low": "--mismatch-eps-clip-low 0.123",
+    "ppo.eps_clip_high": "--mismatch-eps-clip-high 0.456",
+    "ppo.dual_clip": "--mismatch-dual-clip 3.5",
+    "terms.entropy_coef": "--mismatch-entropy-coef 0.012",
+    "terms.kl_coef": "--mismatch-kl-coef 0.034",
+    "aggregation": "--mismatch-aggregation seq-mean-token-sum",
+}
+ASKED = {
+    "groups": "--rs-criterion token:k2:0.5 --rs-group exclude",
+    "versions": "--rs-max-staleness 1",
+    "normalisation": "--tis-batch-normalize",
+    "accepted": "--rs-criterion token:k2:0.5 --mismatch-denominator accepted",
+    "log_probs": "--mismatch-log-prob-backend torch",
+    "updates": "--mismatch-verify-weights error",
+    "current_policy": "--rs-criterion token:k2:0.5 --rs-policy current",
+    "conditions": "--rs-criterion token:k2:0.5@negative",
+    "penalty": "--mismatch-rollout-kl-coef 0.1",
+    "report": "--mismatch-report-dir REPORT",
+    "metrics": "--mismatch-metrics full",
+    "gate": "--mismatch-gate-kl 0.001",
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_what_the_host_decides_is_refused_and_the_rest_arrives(name: str, tmp_path: Path) -> None:
+    host = HOSTS[name]
+    for path, words in OWNED.items():
+        where = next((where for start, where in host.owns.items() if path.startswith(start)), None)
+        if where is None:
+            plan = _plan(name, f"--use-tis {words}", tmp_path)
+            assert plan.config is not None and str(value_and_default(plan.config, path)[0]) == words.split()[1], path
+            continue
+        with pytest.raises(ValueError, match="leave it out") as caught:
+            _plan(name, f"--use-tis {words}", tmp_path)
+        assert where in str(caught.value) and host.spell(f"<{path}>") in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ASKED)
+@pytest.mark.parametrize("name", ROWS)
+def test_a_method_is_had_or_refused_with_the_reason(name: str, key: str, tmp_path: Path) -> None:
+    words = f"--use-tis {ASKED[key]}".replace("REPORT", str(tmp_path / "run"))
+    asked = mp.MismatchConfig.from_words(words.split())
+    assert METHODS[key].asked(asked)
+    if key in HOSTS[name].lacking(asked):
+        lack = HOSTS[name].lacks[key]
+        with pytest.raises(ValueError, match="cannot be had in") as caught:
+            _plan(name, words, tmp_path)
+        assert lack.why in str(caught.value) and str(caught.value).endswith(lack.instead)
+        return
+    plan = _plan(name, words, tmp_path)
+    assert plan.config is not None
+    for path in METHODS[key].paths:
+        if path in flag_names(mp.MismatchConfig):
+            assert value_and_default(plan.config, path)[0] == value_and_default(asked, path)[0], path
+
+
+def test_every_method_is_asked_for_by_something() -> None:
+    """And every key that a host lacks exists."""
+    assert {*ASKED, "old_log_probs", "bypass"} == METHODS.keys()
+    assert {key for host in HOSTS.values() for key in host.lacks} <= METHODS.keys()
+    paths = {leaf.path for leaf in leaf_fields(mp.MismatchConfig)}
+    for host in HOSTS.values():
+        for start in (*host.owns, *host.shares):
+            assert any(path.startswith(start) for path in paths), (host.name, start)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_without_our_flags_nothing_changes(name: str, tmp_path: Path) -> None:
+    plan = _plan(name, "", tmp_path, "--lr=1e-6")
+    assert (plan.added, plan.config, plan.argv[-1]) == ((), None, "--lr=1e-6")
+
+
+MISTAKES = {
+    "--use-tis --tis-levle token": "--tis-levle is unknown: did you mean --tis-level",
+    "--use-tsi": "--use-tsi is unknown: did you mean --use-tis",
+    "--tis-level sequence": "--tis-level sequence changes no weight without --use-tis",
+    "--use-tis --tis-level token --tis-level sequence": "--tis-level sequence contradicts --tis-level token",
+    "--use-tis --tis-upper-bound 1.2 --tis-mode clip --tis-lower-bound 1.5": "--tis-lower-bound 1.5 is above",
+    "--use-tis --tis-lower-bound 0.5": "--tis-lower-bound 0.5 bounds no weight under --tis-mode truncate",
+    "--use-tis -- --tis-level sequence": "--tis-level stands behind --",
+    "-- --use-tis": "--use-tis stands behind --",
+    "--use-tis --tis-batch-normalize --tis-batch-normalize-scope": "expected one argument",
+    "--mismatch-preset nothing": "preset 'nothing' is unknown",
+    "--use-tis --mismatch-config /nowhere.yaml": "/nowhere.yaml does not exist",
+    "--use-tis true": "--use-tis is a switch and takes no value",
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_misspelt_and_contradictory_flags_are_refused(name: str, tmp_path: Path) -> None:
+    for words, said in MISTAKES.items():
+        with pytest.raises(ValueError, match=re.escape(said)):
+            _plan(name, words, tmp_path)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_bounds_and_defaults_are_the_documented_ones(name: str, tmp_path: Path) -> None:
+    """Also where the host's own bound is null."""
+    with ignore_mismatch_warnings():
+        documented = mp.MismatchConfig(use_tis=True)
+    for null in ("", *ROWS[name].nulls):
+        plan = _plan(name, "--use-tis", tmp_path, null)
+        assert plan.config is not None
+        scope = {"batch_normalize_scope": plan.config.tis.batch_normalize_scope}
+        assert plan.config.tis == documented.tis.model_copy(update=scope), null
+        assert (plan.config.rs, plan.config.metrics) == (documented.rs, "basic")
+        assert plan.config.tis.upper == 2.0 and plan.config.tis.lower == 0.5
+        assert plan.config.ppo.eps_clip_low == (0.01 if name == "megatron-lm" else 0.2)
