@@ -181,7 +181,8 @@ def rejection_columns(config: MismatchConfig, judged: RejectionInputs, has_k3: b
     for name, criterion in {judged.column(c): c for c in of_sequences if c.unit.aggregate != "max"}.items():
         if name not in there:
             yield Column(name, judged.values(criterion))
-    if judged.advantages is not None and (config.weighs_by_sign or any(c.conditional for c in of_sequences)):
+    by_sign = config.weighs_by_sign and not config.unit.one_ratio_per_token
+    if judged.advantages is not None and (by_sign or any(c.conditional for c in of_sequences)):
         yield Column("advantage", judged.advantages)
     if config.rs.veto_threshold is not None:
         yield Column("catastrophic", tokens.log_ratio < math.log(config.rs.veto_threshold))

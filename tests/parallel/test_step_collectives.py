@@ -15,14 +15,14 @@ from tests.distributed.launch import launch
 
 BATCHES = ("product", "single", "untrained_replica", "rejected", "empty", "nothing")
 SOME = tuple(PRODUCT[::23])
-PLAIN = Settings(0, "-", "-", False, False, "accepted", "token-mean", rotation=1)
+PLAIN = Settings(0, "-", "-", False, False, "accepted", "token-mean", rotation=2)
 WEIGHTED = replace(PLAIN, algorithm=2, mode="truncate")
 
 # Columns of the one SUM, counted by hand. Without metrics: the log-ratio and the token count. The guide's metrics add
 # log π_train (log π_rollout is that less the log-ratio), k3, ρ − 1 and its square; token level also ρ clamped, its
 # square, high and low; token weights their sum, that of their squares and of (w − 1)². Token criteria add the rejected
 # tokens, a veto its column; k3 is there already; conditions of sequences add the advantages. Under rotation 3 k3 is
-# that of π_θ, which is not there, and staleness is a second token criterion, so that each has a column.
+# that of π_θ, which is not there, and staleness is a second token criterion, so that each has a column; and gspo's two.
 # The other levels' second numbers: what is summed over every part (log-ratios, tokens), then columns of the second SUM,
 # where prefix has its weights (three), ρ − 1, ρ clamped, both squared, ρ², high and low.
 COLUMNS = (
@@ -34,10 +34,10 @@ COLUMNS = (
     ("basic", replace(WEIGHTED, level="geometric", normalizes=True), 6),
     ("full", replace(WEIGHTED, level="geometric", normalizes=True), 6),
     ("basic", replace(WEIGHTED, level="token"), 13),
-    ("off", replace(PLAIN, rotation=7), 4),  # gspo: Σ log r and the tokens that enter
-    ("basic", replace(WEIGHTED, level="token", rotation=7), 15),
+    ("off", replace(PLAIN, rotation=4), 4),  # gspo: Σ log r and the tokens that enter
+    ("basic", replace(WEIGHTED, level="token", rotation=4), 15),
     ("basic", replace(WEIGHTED, level="sequence", rejects=True, rotation=0), 9),
-    ("basic", replace(WEIGHTED, level="sequence", rejects=True, rotation=3), 12),
+    ("basic", replace(WEIGHTED, level="sequence", rejects=True, rotation=3), 14),
     ("off", replace(WEIGHTED, level="turn", normalizes=True), 2, 2),
     ("basic", replace(WEIGHTED, level="turn"), 6, 2),
     ("basic", replace(WEIGHTED, level="turn", rejects=True, rotation=0), 9, 3),
@@ -80,9 +80,11 @@ PARTS = ("turn", "prefix")
 
 
 def parts_of(settings: Settings, layout: Layout, sequences: int, turns: int) -> int:
-    """Numbers that the first SUM has for turns or chunks: log-ratio and tokens, of turns the rejected tokens, too."""
+    """Numbers that the first SUM has for turns or chunks: log-ratio and tokens, of turns the rejected tokens and the advantages, too, where they are read."""
     chunks = {"none": 1, "zigzag": 2 * layout.cp, "contiguous": layout.cp}[layout.context]
-    return {"turn": (2 + settings.rejects) * turns, "prefix": 2 * chunks * sequences}.get(settings.level, 0)
+    return {"turn": (2 + settings.rejects + settings.by_sign) * turns, "prefix": 2 * chunks * sequences}.get(
+        settings.level, 0
+    )
 
 
 def columns_of(call: Call, sequences: int, parts: int) -> int:
@@ -131,7 +133,7 @@ def test_exactly_these_collectives(layout: Layout):
             config = settings.config()
             judged = config.normalizes_step or (config.rejects_by_log_probs and not config.dry_run)
             judged = judged and settings.algorithm in (0, 2)
-            reused = judged and not settings.rejects_on_current_policy and settings.objective != "gspo"
+            reused = judged and not settings.rejects_on_current_policy and settings.objective not in ("gspo", "gmpo")
             assert counts["again"] == ([[] for _ in losses] if reused else losses), "nothing is reduced twice"
             *before, total = counts["prepare"]
             assert total == rank.over_data("SUM", 7)
