@@ -409,6 +409,25 @@ def judge(criterion: mp.Criterion, unit: list[Token], config: mp.MismatchConfig,
     return Verdict(value, high and judged, low and judged, unit)
 
 
+def budget_bounds(criterion: mp.Criterion, values: list[float]) -> tuple[float, float]:
+    """Between what the bound of a budget lies after a step of these values: bins are 2.4 % wide (of 1e-8 below that),
+    and the mean takes each value at its bin's upper edge."""
+    wide, least, values = 1.024, 3e-10, sorted(values)
+    own = criterion.upper_bound or 0.0
+
+    def kept(mean: float) -> int:
+        """How many of the smallest stay: the most whose mean is no more, at least one."""
+        return max(n for n in range(1, len(values) + 1) if n == 1 or math.fsum(values[:n]) / n <= mean)
+
+    if criterion.max_share is not None:
+        stays = len(values) - math.floor(criterion.max_share * len(values) + 1e-9)
+        return max(own, values[stays - 1]), max(own, values[stays - 1] * wide + least)
+    assert criterion.max_mean is not None
+    lowest, most = kept(criterion.max_mean / wide - least), kept(criterion.max_mean)
+    after = values[most] if most < len(values) else math.inf
+    return max(own, values[lowest - 1] / wide - least), max(own, after)
+
+
 def decide(batch: list[Response], config: mp.MismatchConfig, factor: float | None, near: Near) -> Judged:
     """Every decision, each on the original mask, less what is left out; a rejection changes no weight."""
     trained = [read_tokens(response, config, near) for response in batch]

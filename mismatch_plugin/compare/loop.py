@@ -278,7 +278,9 @@ class Runs:
                 losses.append((own * math.nan).sum())
                 continue
             config = self.configs[n] if measured else self.quiet[n]
-            result = mp.policy_loss(own[mask[n]], self._packed(batch, n, step, entropy), config)
+            packed = self._packed(batch, n, step, entropy)
+            result = mp.policy_loss(own[mask[n]], packed, config, thresholds=self.thresholds[n])
+            self.thresholds[n] = result.statistics.thresholds()
             losses.append(result.loss)
             if measured:
                 below = (own < IMPOSSIBLE) & mask[n]

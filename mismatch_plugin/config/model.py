@@ -128,7 +128,10 @@ class MismatchConfig(Settings):
             lines.append(f"weights: {tis.level} level, {tis.mode}, {bounds}{scope}{tried}")
         else:
             lines.append("weights: none")
-        rejections = [f"{c.name} in [{c.lower_bound or 0:g}, {c.upper_bound:g}]" for c in self.criteria]
+        rejections = [
+            f"{c.name} in [{c.lower_bound or 0:g}, {c.upper_bound:g}]" + f" (budget: {c.budget})" * bool(c.budget)
+            for c in self.criteria
+        ]
         if self.rs.veto_threshold is not None:
             rejections.append(f"veto below {self.rs.veto_threshold:g}")
         if self.rejects_on_current_policy:

@@ -161,6 +161,12 @@ def _opsm(given: Parameters) -> Settings:
     return {"rs": {"criteria": criteria, "policy": "current"}, "denominator": "original"}
 
 
+def _second_moment(given: Parameters) -> Settings:
+    """M2PO's bound on the mean of l², which is twice k2."""
+    half = number(given["second_moment"], "second_moment") / 2.0
+    return {"rs": {"criteria": ({"statistic": "k2", "upper_bound": half, "max_mean": half},)}}
+
+
 def _growing(given: Parameters) -> Settings:
     return {"tis": {"bound_growth": number(given["bound_growth"], "bound_growth")}}
 
@@ -302,6 +308,9 @@ PRESETS = (
     Preset("gmpo", 0, (_objective("gmpo"),), {},
         "PPO on the geometric mean of a response's clipped ratios (GMPO)",
         "as sapo, where single tokens of far ratios should not carry the step"),
+    Preset("m2po", 0, (_second_moment,), {"second_moment": 0.04},
+        "the tokens of the largest l² rejected until the mean of the rest is at most 0.04 (M2PO)",
+        "stale data: rejects where and as much as the second moment needs, by the step before; the first by l² alone"),
     Preset("topr", 3, (_of_sequences(**_ONE),), {},
         "REINFORCE, weight 1 where A ≥ 0, else the sequence's ratio truncated above at 1 (TOPR)",
         "old or far data: good responses are learned at full weight, bad ones only while the policy would sample them"),

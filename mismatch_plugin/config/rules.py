@@ -151,6 +151,8 @@ def contradictions(config: Settings) -> Iterable[tuple[str, str]]:
         if config.needs_advantages:
             names = ", ".join(config.advantage_readers)
             yield "rs.group", f"{first}, and {names} needs these: choose keep, or leave that out."
+        for criterion in config.budgets:
+            yield "rs.group", f"{first}, and the budget of {criterion.name} moves at every step: choose keep."
 
 
 def outside_known_range(config: Settings) -> list[str]:

@@ -213,6 +213,11 @@ class Settings(Section):
         return bool(self.advantage_readers)
 
     @property
+    def budgets(self) -> tuple[Criterion, ...]:
+        """The criteria with a budget, whose bound hangs on the step before."""
+        return tuple(criterion for criterion in self.criteria if criterion.budget)
+
+    @property
     def weighs_by_sign(self) -> bool:
         """True where a weight hangs on the sign of the advantage."""
         return self.weighted and (self.tis.mode == "gamma" or self.tis.differs_by_sign)

@@ -99,6 +99,7 @@ def correct(
     groups: SequenceGroups | None = None,
     batch_factor: Tensor | float | None = None,
     log_probs: Tensor | None = None,
+    thresholds: Mapping[str, Tensor] | None = None,
 ) -> Correction:
     """Importance weights, accepted tokens and statistics of a batch.
 
@@ -110,6 +111,8 @@ def correct(
     batch_factor: mean weight of the whole step where this batch is only a part of it (`Statistics.batch_factor`);
         None takes the mean over this batch. Unused without batch normalisation.
     log_probs: log π_θ, [T] or as `PackedSequences.flatten` takes it; read under `rs.policy` current alone.
+    thresholds: `Statistics.thresholds` of the whole step before, for criteria with a budget; None in the first step,
+        whose bounds are those given.
     Collectives: one SUM of [K, N] (at turn level with the sums of every turn, at prefix level of every chunk), at
         prefix level a second one of [K', N], and one MAX where a sequence_max criterion is set; none without groups.
     Host syncs: none. Gradient: none.
@@ -121,7 +124,7 @@ def correct(
     validate_config_type(config)
     _raise_invalid(packed, config, stopping_kinds(config))
     current = None if log_probs is None else packed.flatten(log_probs, "log_probs")
-    return compute_correction(training_side(packed), packed, config, groups, batch_factor, current)
+    return compute_correction(training_side(packed), packed, config, groups, batch_factor, current, thresholds)
 
 
 def training_side(packed: PackedSequences) -> Tensor:
@@ -151,6 +154,7 @@ def compute_correction(
     groups: SequenceGroups | None,
     batch_factor: Tensor | float | None,
     current_T: Tensor | None = None,
+    thresholds: Mapping[str, Tensor] | None = None,
     further: Further = nothing_further,
 ) -> Correction:
     """`correct` with the training side handed in (`policy_loss` passes π_old or π_θ), and log π_θ."""
@@ -159,7 +163,8 @@ def compute_correction(
         validate_cut(packed, config, groups.cp_size)
     excludes_invalid = config.metrics != "off" and packed.rollout_log_probs is not None and config.excludes_invalid
     tokens = select_tokens(train_T, packed, excludes_invalid)
-    judged, stale_T = rejection_inputs(config, packed, tokens, current_T), stale_tokens(config, packed)
+    judged = rejection_inputs(config, packed, tokens, current_T, thresholds)
+    stale_T = stale_tokens(config, packed)
     state = CorrectionState(config, packed, tokens, judged, train_T)
 
     # Decisions and weights that need one token only.

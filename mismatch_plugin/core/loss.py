@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -128,6 +128,7 @@ def token_loss(
     batch_factor: Tensor | float | None = None,
     weights: Tensor | None = None,
     correction: Correction | None = None,
+    thresholds: Mapping[str, Tensor] | None = None,
 ) -> TokenLoss:
     """The corrected loss per token of the algorithm that the two flags choose; every host's loss is made of it.
 
@@ -142,7 +143,8 @@ def token_loss(
         precision is widened to float32. packed.advantages: [T].
     weights: [T], made elsewhere (verl's driver): they take the place of the correction, and nothing is judged again.
     correction: that of this batch where it is known before (`known_before_loss`), with the batch_factor it was given.
-    groups, batch_factor, collectives, syncs: as `correct`. Gradient: through log_probs and packed.entropy only.
+    groups, batch_factor, thresholds, collectives, syncs: as `correct`. Gradient: through log_probs and packed.entropy
+        only.
     Raises: as `correct`, and ValueError where advantages are missing, or what a term with a coefficient needs.
     """
     validate_batch(packed, config)
@@ -171,7 +173,7 @@ def token_loss(
         correction = correction.divided_by(batch_factor)
     elif weights is None:
         current = log_probs.detach() if config.rejects_on_current_policy else None
-        correction = compute_correction(train, packed, config, groups, batch_factor, current, further)
+        correction = compute_correction(train, packed, config, groups, batch_factor, current, thresholds, further)
     else:
         correction = given_correction(weights, train, packed, config, groups, further)
     inputs, mean_T = entering(correction.tokens), None
@@ -279,6 +281,7 @@ def policy_loss(
     config: MismatchConfig,
     groups: SequenceGroups | None = None,
     batch_factor: Tensor | float | None = None,
+    thresholds: Mapping[str, Tensor] | None = None,
 ) -> PolicyLoss:
     """`token_loss` summed: the corrected policy loss, its terms, and what each is divided by.
 
@@ -304,7 +307,8 @@ def policy_loss(
             "several, pass those from before the first.",
             stacklevel=2,
         )
-    result = sum_tokens(token_loss(log_probs, packed, config, groups, batch_factor), groups)
+    token = token_loss(log_probs, packed, config, groups, batch_factor, thresholds=thresholds)
+    result = sum_tokens(token, groups)
     if batch_factor is None and config.normalizes_step:
         return replace(result, statistics=replace(result.statistics, own_means=1))
     return result

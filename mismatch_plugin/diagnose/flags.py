@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config.criteria import BUDGETS
 from mismatch_plugin.config.fields import leaf_fields, value_and_default
 from mismatch_plugin.config.presets import COMPLETE, find_preset
 from mismatch_plugin.config.values import ignore_mismatch_warnings, merge
@@ -104,11 +105,16 @@ def available(config: MismatchConfig, name: str) -> tuple[MismatchConfig, tuple[
 
 
 def _drop(data: dict[str, Any], path: str) -> None:
-    """Take a setting out, or all that begin with `path`; `rs.criteria@` are the criteria with a condition."""
+    """Take a setting out, or all that begin with `path`; `rs.criteria@` are the criteria with a condition,
+    `rs.criteria:` budgets, whose criteria stay."""
     *parents, name = path.split(".")
     for parent in parents:
         data = data.get(parent, {})
     if name.endswith("@"):
         data["criteria"] = [each for each in data.get("criteria", ()) if each.get("condition", "any") == "any"]
+    if name.endswith(":"):
+        data["criteria"] = [
+            {key: value for key, value in each.items() if key not in BUDGETS.values()} for each in data["criteria"]
+        ]
     for key in [key for key in data if key.startswith(name)]:
         data.pop(key)

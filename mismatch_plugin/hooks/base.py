@@ -61,6 +61,11 @@ METHODS: dict[str, Method] = {
         ("rs.criteria@", "tis.lower_bound_positive", "tis.upper_bound_positive"),
         lambda c: ", ".join(c.advantage_readers),
     ),
+    "budgets": Method(
+        "a budget of a criterion",
+        ("rs.criteria:",),
+        lambda c: ", ".join(f"criterion {criterion.name} with {criterion.budget}" for criterion in c.budgets),
+    ),
     "penalty": _plain("`--mismatch-rollout-kl-coef`", "terms.rollout_kl_coef", 0.0, "terms.rollout_kl"),
     "groups": _plain("`--rs-group`", "rs.group", "keep", "rs.min_group"),
     "versions": _plain("`--rs-max-staleness`", "rs.max_staleness"),

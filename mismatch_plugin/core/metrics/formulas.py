@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import torch
+
 from mismatch_plugin.core.metrics import full
+from mismatch_plugin.core.rejection import BUDGET_LAST, budget_threshold
 from mismatch_plugin.core.units import acting_bounds, center
 from mismatch_plugin.limits import SAFETY_BOUND
 
@@ -226,6 +229,12 @@ def criterion_extremes(s: State, sign: str) -> dict[str, float]:
         value = s.maximum(sign + name)
         values[criterion.name] = log_extreme(s, name, sign) if criterion.in_log_space else -value if sign else value
     return values
+
+
+def thresholds(s: State) -> dict[str, float]:
+    """The upper bound that each budget gives the next step; 1e12 where nothing is to be rejected."""
+    counts = {c.name: torch.tensor(s.vector(f"budget_{c.name}"), dtype=torch.float64) for c in s.config.budgets}
+    return {c.name: min(float(budget_threshold(counts[c.name], c)), BUDGET_LAST) for c in s.config.budgets}
 
 
 def quantiles(s: State) -> dict[str, float]:

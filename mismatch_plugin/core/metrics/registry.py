@@ -195,6 +195,8 @@ METRICS: tuple[Metric, ...] = (
            lambda s: f.criterion_extremes(s, ""), merges="max", level="full"),
     Metric("rollout_rs_{criterion}_min", "its smallest value", "criterion's units", "one",
            lambda s: f.criterion_extremes(s, "-"), merges="max", level="full"),
+    Metric("rollout_rs_{criterion}_threshold", "upper bound that a criterion's budget gives the next step; 1e12 where "
+           "it rejects nothing", "step", "one", f.thresholds),
     Metric("rollout_is_veto_fraction", "share vetoed", "sequences", "one",
            Mean(lambda s: s.sums.get("vetoed@sequences", 0.0)), unit="share", place="correction"),
     Metric("rollout_is_catastrophic_token_fraction", "share with the judged policy's ρ below the veto threshold",

@@ -179,7 +179,7 @@ class RayAdapter(ABC):
             rollout_log_probs=rollout_log_probs,
         )
         packed = self.versions.on(packed, config, loss_masks)
-        correction = correct(packed, config, self.groups, self.run.factor(config))
+        correction = correct(packed, config, self.groups, self.run.factor(config), thresholds=self.run.thresholds)
         loss = self.run.record(correction.applied_to(pg_loss), correction, config, loss_masks)
         if config.rejects and getattr(args, REDUCER, None):
             loss_masks = without_rejected(loss_masks, correction.keep, packed, self.groups)
@@ -225,7 +225,9 @@ class RayAdapter(ABC):
             entropy=entropy,
         )
         packed = self.versions.on(packed, config, batch["loss_masks"])
-        token = token_loss(torch.cat(log_probs), packed, config, self.groups, self.run.factor(config))
+        token = token_loss(
+            torch.cat(log_probs), packed, config, self.groups, self.run.factor(config), thresholds=self.run.thresholds
+        )
         policy = self.run.record(token.policy, token.correction, config, batch["loss_masks"])
         pg_loss = loss = self._policy_reducer(args, batch, token, reduce)(policy)
         report: dict[str, Tensor] = {}
