@@ -49,6 +49,11 @@ METHODS = (
         "AReaL metric=binary_kl"),
     Method("TRM", "arXiv 2512.23075", "sequences dropped by max k2 and mean k3",
         "--rs-criterion sequence_max:k2:0.5 --rs-criterion sequence_mean:k3:0.01", NOTHING),
+    Method("M2PO", "arXiv 2510.01161", "PPO, tokens of the largest l² dropped until the mean l² of the rest is ≤ 0.04",
+        "--mismatch-preset m2po", "AReaL m2_threshold, which sorts each micro-batch; here by the step before"),
+    Method("At most a share", NOTHING,
+        "responses of mean k3 above 0.01 dropped, but at most a quarter of all: the largest",
+        "--rs-criterion sequence_mean:k3:0.01:share=0.25", NOTHING),
     Method("DPPO-TV", "arXiv 2602.04879",
         "−sg(min(ρ_t, c)) A log π_θ, kept where |π_θ − π_rollout| ≤ δ or the step leads back",
         "--mismatch-preset dppo_tv", "verl loss_mode dppo_tv"),
@@ -101,7 +106,6 @@ NOT_YET = (
     Method("CTPO", "arXiv 2605.07331",
         "−min(R A, clip(R) A) with R = Π_{k≤t} r_k, clipped to [e^(−0.025 √t), e^(0.05 √t)]; a clip of π_θ/π_old, no "
         "bounds of a weight", "", "its fork of verl: cum-token-cumprod-la, with a dual clip at e^(0.05 √t)"),
-    Method("M2PO", "M2PO", "tokens of the largest l² dropped until the mean l² of the step is below τ", "", NOTHING),
 )
 """Not available yet."""
 
@@ -210,6 +214,13 @@ EQUALITIES = (
         "1e-9",
         "core/test_methods_peers.py::test_gamma_equals_trl",
         "TRL keeps W above 1e-8 and each token's ratio within e^±20; ours keep W within e^±20",
+    ),
+    Equality(
+        "M2PO",
+        "AReaL",
+        "the same tokens, but for those within a bin (2.4 %) of its cut",
+        "core/test_budgets.py::test_m2po_keeps_what_areal_keeps",
+        "AReaL sorts each micro-batch; here the step before gives the cut, and the first step rejects l² > 0.04",
     ),
     Equality(
         "DPPO-TV, DPPO-KL",

@@ -130,6 +130,20 @@ def _prefix(b: Batch) -> Tensor:
     return torch.minimum(w, 5 ** n.sqrt()) * _ppo(b)
 
 
+def _m2po(b: Batch) -> tuple[Tensor, Tensor]:
+    """After a step of the same data; each l² counts as the upper edge of its bin."""
+    width = math.asinh(1e20) / 2048
+    squares = 2e-8 * ((_l(b) ** 2 / 2e-8).asinh() / width).ceil().mul(width).sinh()
+    means = torch.stack([squares[squares <= value].mean() for value in squares])
+    return _ppo(b), squares <= squares[means <= 0.04].amax()
+
+
+def _a_quarter(b: Batch) -> tuple[Tensor, Tensor]:
+    """Of six responses one."""
+    mean = _each(_k3(_l(b)), b.sequences, _mean)
+    return _ppo(b), (mean <= 0.01) | (mean < mean.amax())
+
+
 def _trm(b: Batch) -> tuple[Tensor, Tensor]:
     worst, mean = _each(_l(b) ** 2 / 2, b.sequences, torch.amax), _each(_k3(_l(b)), b.sequences, _mean)
     return _ppo(b), (worst <= 0.5) & (mean <= 0.01)
@@ -216,6 +230,8 @@ _FORMULAS: dict[str, Formula] = {
     "KPop": lambda b: (_ppo(b), _kpop(b)),
     "KPop in AReaL": lambda b: _l(b).exp() * _ppo(b) * _kpop(b),
     "TRM": _trm,
+    "M2PO": _m2po,
+    "At most a share": _a_quarter,
     "DPPO-TV": lambda b: _dppo(b, _tv(b) <= 0.15),
     "DPPO-KL": lambda b: _dppo(b, _bernoulli(b.mu, b.theta) <= 0.05),
     "OPSM": _opsm,
@@ -294,7 +310,9 @@ def test_the_formula_of_a_method(method: Method) -> None:
         packed, theta, batch = _draw(seed)
         if "prime-rl" in method.name:  # far tokens: they are pulled back, and masked by the sign of A alone
             packed, theta, batch = _far(packed, theta, batch)
-        ours = mp.policy_loss(theta, packed, _config(method.flags)).loss
+        config = _config(method.flags)
+        before = mp.policy_loss(theta, packed, config).statistics.thresholds()
+        ours = mp.policy_loss(theta, packed, config, thresholds=before).loss
         formula = _FORMULAS[method.name](batch)
         loss, keep = formula if isinstance(formula, tuple) else (formula, _all(batch))
         assert keep.any()

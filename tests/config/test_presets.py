@@ -64,6 +64,7 @@ _EXPECTED: dict[str, tuple[int, dict[str, Any], list[tuple[Any, ...]], float | N
     "bypass_pg_geo_rs_token_tis": (3, {}, [_GEO_VERL], None),
     "kpop": (0, {}, [("token", "binary_kl", None, 0.1), ("token", "binary_kl_reverse", None, 0.1)], None),
     "trm": (0, {}, [("sequence_max", "k2", None, 0.5), ("sequence_mean", "k3", None, 0.01)], None),
+    "m2po": (0, {}, [("token", "k2", None, 0.02, "mean=0.02")], None),
     "dppo_tv": (3, _DPPO, [("token", "tv", None, 0.15, "away")], None),
     "dppo_kl": (3, _DPPO, [("token", "binary_kl", None, 0.05, "away")], None),
     "opsm": (0, {"denominator": "original"}, [("sequence_mean", "k1", math.exp(-0.1), math.inf, "negative")], None),
@@ -99,8 +100,9 @@ def _changed(config: mp.MismatchConfig) -> dict[str, Any]:
 
 
 def _criteria(config: mp.MismatchConfig) -> list[tuple[Any, ...]]:
-    judged = ((c, () if c.condition == "any" else (c.condition,)) for c in config.criteria)
-    return [(c.aggregate, c.statistic, c.lower_bound, c.upper_bound, *condition) for c, condition in judged]
+    further = [[word for word in (c.condition, c.budget) if word not in ("any", "")] for c in config.criteria]
+    judged = zip(config.criteria, further, strict=True)
+    return [(c.aggregate, c.statistic, c.lower_bound, c.upper_bound, *words) for c, words in judged]
 
 
 def _same_criteria(config: mp.MismatchConfig, expected: list[Any], rel: float = 1e-12) -> bool:
@@ -251,7 +253,15 @@ def test_what_the_texts_claim_about_bias() -> None:
 
 def test_rejection_alone_says_how_it_is_algorithm_0_and_has_three_policies() -> None:
     with_note = {name for name in preset_names() if THREE_POLICIES in preset_table(name).notes}
-    assert with_note == {"decoupled_geo_rs", "geo_rs", "decoupled_k3_rs", "k3_rs", "kpop", "trm"}  # not opsm: π_θ
+    assert with_note == {
+        "decoupled_geo_rs",
+        "geo_rs",
+        "decoupled_k3_rs",
+        "k3_rs",
+        "kpop",
+        "trm",
+        "m2po",
+    }  # not opsm: π_θ
     assert THREE_POLICIES in presets_table().notes
     blocks = {name: _noted(mp.preset, name, **_REQUIRED.get(name, {}))[0].describe() for name in preset_names()}
     assert {name for name, block in blocks.items() if "policies: three, for rejection" in block} == with_note

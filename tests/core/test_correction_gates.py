@@ -93,6 +93,21 @@ def test_kernels_for_staleness(metrics: str) -> None:
     assert not found.syncs
 
 
+@pytest.mark.parametrize("metrics", ["off", "basic", "full"])
+def test_kernels_for_a_budget(metrics: str) -> None:
+    """The histogram in every micro-batch, with the values of tokens again, and once a step the bound; no sync."""
+    packed = batch(64)
+    for criterion, limit in (("sequence_mean:k3:0.1", 9), ("token:binary_kl:0.5", 15)):
+        plain = correction(64, **rejecting(criterion), metrics=metrics)
+        config = mp.MismatchConfig(**rejecting(f"{criterion}:share=0.1"), metrics=metrics)
+        statistics = mp.correct(packed, config).statistics
+        bound = count(statistics.thresholds)
+        thresholds = statistics.thresholds()
+        found = count(lambda c=config, t=thresholds: mp.correct(packed, c, thresholds=t))
+        assert found.total <= plain.total + limit and bound.total <= 16, (criterion, found.total - plain.total)
+        assert not found.syncs and not bound.syncs
+
+
 @pytest.mark.parametrize("criteria", [(), ("token:k3:0.5",)])
 def test_kernels_at_full(criteria: tuple[str, ...]) -> None:
     assert correction(64, **rejecting(*criteria), metrics="full").total <= 200

@@ -233,8 +233,10 @@ def criterion_extremes(s: State, sign: str) -> dict[str, float]:
 
 def thresholds(s: State) -> dict[str, float]:
     """The upper bound that each budget gives the next step; 1e12 where nothing is to be rejected."""
-    counts = {c.name: torch.tensor(s.vector(f"budget_{c.name}"), dtype=torch.float64) for c in s.config.budgets}
-    return {c.name: min(float(budget_threshold(counts[c.name], c)), BUDGET_LAST) for c in s.config.budgets}
+    budgets = [criterion for criterion in s.config.budgets if s.has(f"budget_{criterion.name}")]
+    counts = [torch.tensor(s.vector(f"budget_{criterion.name}"), dtype=torch.float64) for criterion in budgets]
+    bounds = [float(budget_threshold(*each)) for each in zip(counts, budgets, strict=True)]
+    return {criterion.name: min(bound, BUDGET_LAST) for criterion, bound in zip(budgets, bounds, strict=True)}
 
 
 def quantiles(s: State) -> dict[str, float]:
