@@ -107,6 +107,10 @@ DETECTIONS: dict[FaultName, tuple[str, str]] = {
         "an update changed few elements, since bfloat16 rounds small steps away",
         "the server's plugin",
     ),
+    "replay_off": (
+        "experts that the trainer replays are not those of the rollout: shifted by one, filled in, of another run",
+        "`routed_experts` and `trained_experts` of the records, or the routers of `--checkpoint`",
+    ),
     "cloned_group": ("responses of one group that are the same, at a temperature above 0", "ids, and how unlikely"),
     "wrong_prompt": ("another prompt, template or BOS", "the gap decays along responses, or with prompts' lengths"),
     "retokenised": ("text decoded and encoded again", "sides agree up to a position, and not behind it"),

@@ -12,6 +12,16 @@ from mismatch_plugin.data.sampling import GREEDY_BELOW
 from mismatch_plugin.data.served import ServedKV
 from mismatch_plugin.diagnose.batch import Batch, Outcome
 from mismatch_plugin.diagnose.detectors.served import MOST_NAMES, few
+from mismatch_plugin.diagnose.detectors.weights import (
+    CLEAR_RATIO,
+    LARGEST_P,
+    MIN_SAMPLES,
+    PAIRS_FURTHER,
+    PRECISION,
+    Scored,
+    mann_whitney,
+    score,
+)
 from mismatch_plugin.diagnose.findings import Finding, first_place
 
 CACHE_FIX = (
@@ -54,6 +64,30 @@ def find_stale_cache(batch: Batch) -> Outcome:
     )
     told = {"first": first_place(first, first.mask), "confidence": "certain", "statistics": {"kv_tokens": tokens}}
     return [batch.finding("stale_cache", "rollout", evidence, CACHE_FIX, samples, **told)], batch
+
+
+def find_cached_further(batch: Batch) -> Outcome:
+    """Without the plugin's word: samples whose prompts came out of the cache lie clearly further off than the others of
+    one version and temperature."""
+    cached, fresh = list[Scored](), list[Scored]()
+    for item in score(batch):
+        if (tokens := item.sample.cached_tokens) is not None:
+            (cached if tokens else fresh).append(item)
+    if min(len(cached), len(fresh)) < MIN_SAMPLES:
+        return [], batch
+    far, near = (np.array([item.relative for item in items]) for items in (cached, fresh))
+    ranks, ratio = mann_whitney(far, near), float(np.median(far) / np.median(near))
+    if ranks.p > LARGEST_P or ranks.area < PAIRS_FURTHER or ratio < CLEAR_RATIO or np.median(far) < PRECISION:
+        return [], batch
+    samples = [item.sample for item in cached]
+    evidence = (
+        f"{len(cached)} samples with a cached prompt lie {ratio:.2g} times as far from the training side as "
+        f"{len(fresh)} without, under the same versions and temperature (in {ranks.area:.0%} of pairs, "
+        f"p = {ranks.p:.1g}): as if older weights had filled the cache."
+    )
+    about = {"of_samples": len(cached) + len(fresh), "statistics": {"ratio": ratio, "area": ranks.area, "p": ranks.p}}
+    fix = f"{CACHE_FIX} The SGLang plugin of this package tells which weights made each cached token."
+    return [batch.finding("stale_cache", "rollout", evidence, fix, samples, confidence="possible", **about)], batch
 
 
 def find_rounded_updates(batch: Batch) -> Outcome:
