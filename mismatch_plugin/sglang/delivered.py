@@ -41,6 +41,11 @@ def of_sums(total: Tensor) -> Delivered | None:
     return Delivered(changed / count, cosine, (delivered / intended) ** 0.5)
 
 
+def sampled(tensor: Tensor, most: int) -> Tensor:
+    """At most 2 · `most` of its elements, evenly spread, flat."""
+    return tensor.detach().reshape(-1)[:: max(1, tensor.numel() // most)]
+
+
 class MasterWeights:
     """Some elements of the matrices' float32 masters (megatron's `main_param`), as they were after the last update."""
 
@@ -54,7 +59,7 @@ class MasterWeights:
         No collective, no host sync.
         """
         found = [*_masters(model)]
-        now = [master.detach().reshape(-1)[:: max(1, master.numel() // SAMPLED)].clone() for _, master in found]
+        now = [sampled(master, SAMPLED).clone() for _, master in found]
         before, self._before = self._before, now
         total = torch.zeros(5, dtype=torch.float64)
         if len(before) != len(now):

@@ -91,7 +91,8 @@ def find_cached_further(batch: Batch) -> Outcome:
 
 
 def find_rounded_updates(batch: Batch) -> Outcome:
-    """The last update changed all matrices and few elements: bfloat16 rounded away the steps of the others. A note."""
+    """The last update changed all matrices and few elements: bfloat16 rounded away the steps of the others. A note. By
+    the servers' word, else by both checkpoints."""
     found = [
         (sample, update.changed_elements)
         for sample in batch
@@ -99,14 +100,24 @@ def find_rounded_updates(batch: Batch) -> Outcome:
         if (update := served.update) is not None and update.changed_elements is not None
         if update.changed_matrices == update.matrices and update.changed_elements < FEW_ELEMENTS
     ]
-    if not found:
+    wider = any(sample.served is not None and sample.served.dtype != "bfloat16" for sample in batch)
+    change = None if batch.between is None or wider else batch.between.delivered
+    if found:
+        samples, least = [sample for sample, _ in found], min(share for _, share in found)
+        evidence = (
+            f"The last update of {few(s.served.worker for s in samples if s.served)} changed {least:.2%} of the "
+            f"elements: bfloat16 rounded away the others' steps. Below {FEW_ELEMENTS:.0%} the change that serves has a "
+            f"cosine of about .12 or less with the one that was trained."
+        )
+    elif change is not None and change.changed < FEW_ELEMENTS:
+        samples, least = batch.samples, change.changed
+        evidence = (
+            f"Between both checkpoints {least:.2%} of the matrices' elements change in bfloat16, which rounds the "
+            f"others away: what it delivers has a cosine of {change.cosine:.2f} with the change that was trained, and "
+            f"{change.norm_ratio:.2g} times its norm."
+        )
+    else:
         return [], batch
-    samples, least = [sample for sample, _ in found], min(share for _, share in found)
-    evidence = (
-        f"The last update of {few(s.served.worker for s in samples if s.served)} changed {least:.2%} of the elements: "
-        f"bfloat16 rounded away the others' steps. Below {FEW_ELEMENTS:.0%} the change that serves has a cosine of "
-        f"about .12 or less with the one that was trained."
-    )
     told = {"first": first_place(samples[0], samples[0].mask), "statistics": {"changed_elements": least}}
     finding = batch.finding("update_lost_in_precision", "rollout", evidence, ROUNDED_FIX, samples, **told)
     return [finding.model_copy(update={"severity": "note"})], batch
