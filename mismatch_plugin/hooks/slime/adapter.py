@@ -61,7 +61,7 @@ class RayAdapter(ABC):
         self.describe = partial(describe_settings, host=host)
         hooks = set_hook(self.name, "before_train_step", "rollout_data_postprocess")
         self.run = MegatronStep(self._log_step, writes=self.writes, whole_steps=hooks)
-        self.versions, self.updates = Versions(self.name), WeightUpdates(self.name)
+        self.versions, self.updates = Versions(self.name), WeightUpdates(self.name, self.run.rollout_metrics)
         self._args: Namespace | None = None
         self._configs: dict[bool | None, MismatchConfig] = {}
 
@@ -145,7 +145,7 @@ class RayAdapter(ABC):
         lengths = {"total_lengths": total_lengths, "response_lengths": response_lengths, "max_seq_lens": max_seq_lens}
         compared = {"old_log_probs": train_log_probs, "rollout_log_probs": rollout_log_probs}
         packed = self._pack(args, {"loss_masks": loss_masks, **lengths}, config, compared)
-        correction = correct(packed, config, self.groups, self.run.factor(config))
+        correction = correct(packed, config, self.groups, self.run.factor(config), thresholds=self.run.thresholds)
         loss = self.run.record(correction.applied_to(pg_loss), correction, config, loss_masks)
         if config.rejects and getattr(args, REDUCER, None):
             loss_masks = without_rejected(loss_masks, correction.keep, packed, self.groups)
@@ -183,7 +183,9 @@ class RayAdapter(ABC):
         fields = {name: batch.get(name) for name in names} | {"entropy": entropy}
         fields["old_log_probs"] = None if config.use_rollout_log_probs else batch.get("log_probs")
         packed = self._pack(args, batch, config, fields)
-        token = token_loss(torch.cat(log_probs), packed, config, self.groups, self.run.factor(config))
+        token = token_loss(
+            torch.cat(log_probs), packed, config, self.groups, self.run.factor(config), thresholds=self.run.thresholds
+        )
         policy = self.run.record(token.policy, token.correction, config, batch["loss_masks"])
         pg_loss = loss = self._policy_reducer(args, batch, token, reduce)(policy)
         report: dict[str, Tensor] = {}
