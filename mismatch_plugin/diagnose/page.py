@@ -61,10 +61,9 @@ def write_page(diagnosis: Diagnosis, path: Path, *, host: str | None = None) -> 
     if advised:
         caption += f"; in the pale area {OUTSIDE.get(advised.mode, 'they are rejected')}, as recommended"
     if histograms is not None:
-        levels = {name: level.model_dump() for name, level in histograms.levels.items()}
         first = (advised or words.Controls("token", "none", None, None))._asdict()
-        data = {"edges": histograms.edges, "levels": levels, "settings": settings, "first": first}
-        data = _finite(data | {"judged": list(RS_LEVELS), "units": UNIT_NAMES})
+        data = histograms | {"settings": settings, "first": first, "judged": list(RS_LEVELS), "units": UNIT_NAMES}
+        data = _finite(data)
     flags = dict[str, tuple[str, str]]()
     if advice:
         flags = {name: (HOSTS.get(name, name), text) for name, text in advice.flags.items()}

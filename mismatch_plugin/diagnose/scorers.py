@@ -127,10 +127,10 @@ def with_reference(samples: Sequence[Sample], start: Checkpoint) -> list[Sample]
     return [sample.with_fields(ref_log_probs=values) for sample, values in pairs]
 
 
-def from_checkpoint(model: Checkpoint, records: Sequence[Sample]) -> tuple[list[Sample], str]:
+def from_checkpoint(model: Checkpoint, records: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
     """--checkpoint: the records with a training side, and what it is."""
     samples = [with_training(*pair) for pair in zip(records, model.scored(records), strict=True)]
-    return samples, f"training side: {model.folder} in float32, at each record's temperature"
+    return samples, [f"training side: {model.folder} in float32, at each record's temperature"]
 
 
 def from_server(url: str, records: Sequence[Sample]) -> tuple[list[Sample], list[str]]:

@@ -112,11 +112,7 @@ def diagnosis(verdict: Verdict, **changes: Any) -> Diagnosis:
     mean, k3, tokens = float(np.abs(gap).mean()), float((ratio - 1 - gap).mean()), len(gap)
     position = np.concatenate([np.arange(n) for n in of["lengths"]])
     probability = np.exp(of["rollout"])
-    edges = np.linspace(np.quantile(gap, 0.001), np.quantile(gap, 0.999), 41)
-    counts = np.histogram(np.clip(gap, edges[0], edges[-1]), edges)[0]
     size = Size(
-        edges=tuple(edges.tolist()),
-        counts=tuple(counts.tolist()),
         quantiles={f"p{q:g}": float(np.quantile(gap, q / 100)) for q in (0.1, 1, 5, 50, 95, 99, 99.9)},
         breakdowns={
             "position": breakdown(of, np.digitize(position, [16, 64, 256]), ["0–15", "16–63", "64–255", "from 256"]),

@@ -200,9 +200,9 @@ def test_without_advantages_nothing_with_a_condition_is_predicted():
 def test_of_more_tokens_whole_responses_are_drawn():
     packed = random_batch(200)
     part, notes = subset(packed, tokens=500)
-    assert 400 < sum(part.lengths) <= 500 and subset(packed) == (packed, ())
-    assert notes == (f"settings are predicted on {sum(part.lengths)} of {sum(packed.lengths)} tokens: "
-                     f"{len(part.lengths)} responses drawn at random",)  # fmt: skip
+    assert 400 < sum(part.lengths) <= 500 and subset(packed) == (packed, [])
+    assert notes == [f"settings are predicted on {sum(part.lengths)} of {sum(packed.lengths)} tokens: "
+                     f"{len(part.lengths)} responses drawn at random"]  # fmt: skip
     again, other = (subset(packed, 500, seed)[0].sequence_ids for seed in (0, 1))
     assert again == part.sequence_ids != other
     assert packed.old_log_probs is not None and part.old_log_probs is not None
