@@ -57,8 +57,8 @@ def own_settings(config: Path | None, preset: str | None, flags: str | None) -> 
 
 class Inputs(NamedTuple):
     """batch: both sides. notes: what was read, and what a reader must know. findings: what reading itself showed,
-    which no detector of the batch can see. source, format: what was read, and as what. copied: where both sides are equal
-    one is a copy. command: what read it."""
+    which no detector of the batch can see. source, format: what was read, and as what. copied: sides that are equal
+    may be copies. command: what read it."""
 
     batch: Batch
     notes: tuple[str, ...]

@@ -46,7 +46,7 @@ OLD_SHARE = 0.05
 def measure(batch: Batch, packed: PackedSequences, config: MismatchConfig) -> tuple[dict[str, float], Size]:
     """(the metrics that training reports at level full for these settings, how large the mismatch is).
 
-    packed: `packed_of(batch)`.
+    packed: `packed_of(batch)`. Raises OverflowError where gaps cannot be added up.
     """
     assert packed.old_log_probs is not None and packed.rollout_log_probs is not None
     with ignore_mismatch_warnings():
@@ -55,6 +55,8 @@ def measure(batch: Batch, packed: PackedSequences, config: MismatchConfig) -> tu
     corrections = (correct(piece, config, log_probs=piece.old_log_probs) for piece in pieces(packed))
     statistics = reduce(Statistics.merge, (correction.statistics for correction in corrections))
     gap = packed.old_log_probs - packed.rollout_log_probs
+    if not gap.abs().sum().isfinite():
+        raise OverflowError("log-probs are too large to be added up: look at those below -1e300.")
     quantiles = np.quantile(gap.numpy(), np.array(QUANTILES) / 100).tolist()
     ratio = bounded_exp(gap)
     columns = [column.numpy() for column in (gap.abs(), -gap, k3(gap), ratio, ratio.square())]
