@@ -307,6 +307,6 @@ def _next_step(verdict: Verdict, batch: Batch, check: CheckResult, copied: bool,
     if batch.logits is not None and batch.between is not None:
         return "No cause was found: see where it sits on the page, and --accept what is meant."
     return (
-        "The trainer's own weights, of now and of the run's start, show updates that did not arrive, filters and "
-        f"temperatures: {command} --checkpoint NOW --reference-checkpoint START"
+        "To find the cause (updates that did not arrive, a filter, a temperature), give the trainer's weights of now "
+        f"and of the run's start: {command} --checkpoint NOW --reference-checkpoint START"
     )

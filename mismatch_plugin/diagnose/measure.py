@@ -186,7 +186,6 @@ class Figures:
 
     @property
     def kl_turn(self) -> float:
-        """The same of the longest turn."""
         return self.k3_kl * self.longest_turn
 
 

@@ -75,7 +75,6 @@ class Rule:
 
     @property
     def config(self) -> MismatchConfig:
-        """The settings."""
         with ignore_mismatch_warnings():
             return quiet_preset(self.preset).replace(**self.changes)
 

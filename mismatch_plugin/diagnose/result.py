@@ -26,15 +26,13 @@ class _Model(BaseModel):
 
 
 class Prediction(_Model):
-    """What a setting would do to these data, without training. Formulas: `predict`.
+    """What a setting would do to these data, without training. ess, noise, bias: as in `predict`.
 
     setting: its name, a preset or "algorithm 2, token, truncate 2". settings: as a file for --mismatch-config has them.
     kept: share of the response tokens that stay in the loss; _positive, _negative: of those with A > 0 and A < 0, None
     without such; by_length: of the shortest, middle and longest third of the responses, () where lengths do not differ.
-    unit: what has one weight: token, turn or sequence. ess: effective sample size of the weights in them, as a share.
-    noise: Σ (w A)² / (Σ |w A|)² over units as a multiple of that without weights. bias: |Σ (w − ρ) A| / Σ |ρ A|, ρ of
-    the setting's own level. groups_changed: share of groups whose advantages change if rejected responses leave mean
-    and deviation of their group; None where nothing rejects or groups are unknown.
+    unit: what has one weight: token, turn or sequence. groups_changed: share of groups whose advantages change if
+    rejected responses leave mean and deviation of their group; None where nothing rejects or groups are unknown.
     second_pass: a forward pass for π_old is needed. own: of the user's own settings.
     """
 

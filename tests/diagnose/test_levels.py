@@ -157,7 +157,7 @@ def test_the_script_computes_what_the_core_computes(spread: float, tmp_path: Pat
 
 
 def test_where_a_setting_is_among_the_controls():
-    for settings, found in (
+    for given_settings, found in (
         ({"use_tis": True}, Controls("token", "truncate", None, 2.0)),
         ({"use_tis": True, "tis": {"mode": "mask", "upper_bound": math.inf, "lower_bound": 0}},
          Controls("token", "mask", None, None)),
@@ -165,7 +165,7 @@ def test_where_a_setting_is_among_the_controls():
         ({"preset": "dppo_tv"}, Controls("token", "truncate", None, 20.0)),
         ({"preset": "seq_mis"}, Controls("sequence", "truncate", None, 2.0)),
     ):  # fmt: skip
-        assert controls_of(settings) == found
+        assert controls_of(given_settings) == found
     # Not understood, or no place on a slider: no bound, bounds that grow, a condition, staleness.
     for none in ({}, {"rs": {"criteria": ["token:k3:0.1"]}}, {"no_such_setting": 1}, {"preset": "no such"},
                  {"preset": "prefix_is"}, {"preset": "kpop"}, {"rs": {"max_staleness": 1}},

@@ -188,9 +188,6 @@ def test_without_advantages_they_count_as_one():
     other = of_hand(with_ones, use_tis=True, tis={"level": "token", "mode": "clip", "upper_bound": 2.0})
     assert other.kept_positive == 1.0 and other.kept_negative is None  # there is no such token
     assert other.noise == item.noise
-
-
-def test_without_advantages_nothing_with_a_condition_is_predicted():
     conditional, without = {"opsm", "dppo_tv", "dppo_kl"}, PACKED.replace(advantages=None)
     assert conditional <= {name.split(",")[0] for name, _, _ in SETTINGS}
     assert not conditional & {name.split(",")[0] for name, _, _ in settings_for(without, None, bounds_for(without))}
