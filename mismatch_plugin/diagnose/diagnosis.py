@@ -218,35 +218,33 @@ def diagnose_files(
         packed, notes = packed_of(batch)
         part, said = subset(packed)
         metrics, size = measure(batch, packed, measurable(own or MismatchConfig(), packed))
-        bounds, groups = bounds_for(part), groups_of(batch, part)
-        predictions = predict(part, own, bounds, groups)
     except (ValueError, ArithmeticError):  # numbers too broken to be measured: the finding is what counts
         if verdict != "fault":
             raise
         return found
+    told: dict[str, Any] = {"metrics": metrics, "level": (own or MismatchConfig()).tis.level, "size": size}
+    if verdict in ("fault", "undecided"):  # no setting repairs the one, and nobody knows of the other
+        return found.model_copy(update=told | {"histograms": histograms(part)})
+    bounds, groups = bounds_for(part), groups_of(batch, part)
+    predictions = predict(part, own, bounds, groups)
     figures = figures_of(packed, stale=stale, one_step=one_step, expensive_pass=expensive_pass)
     if all(item.fault != "moe_routing" for item in check.findings):  # near-certain tokens have a tail by themselves
         figures = replace(figures, tail=0.0)
     advice = None
-    # Larger than such a pair's, and too small for a correction to matter: no setting contradicts that.
-    if verdict == "normal" or (verdict == "large" and figures.k3_kl >= SMALL_K3):
+    if verdict == "normal" or figures.k3_kl >= SMALL_K3:  # larger than such a pair's, and too small to be corrected
         try_setting = partial(predict_one, part, groups=groups)
         advice = recommend(figures, bounds, accepted=UNEXPLAINED in accept, predict=try_setting)
     if advice is not None and all(item.setting != advice.setting for item in predictions):
         predictions.append(predict_one(part, config_of(advice.settings), advice.setting, groups))
     shown = [controls for item in predictions if (controls := controls_of(item.settings)) is not None]
-    return found.model_copy(
-        update={
-            "metrics": metrics,
-            "level": (own or MismatchConfig()).tis.level,
-            "size": size,
-            "predictions": tuple(predictions),
-            "bounds": bounds,
-            "recommendation": advice,
-            "histograms": histograms(part, [bound for item in shown for bound in (item.lower, item.upper) if bound]),
-            "notes": tuple(dict.fromkeys((*check.notes, *notes, *said, *left_out(part, own, groups is not None)))),
-        }
-    )
+    told |= {
+        "predictions": tuple(predictions),
+        "bounds": bounds,
+        "recommendation": advice,
+        "histograms": histograms(part, [bound for item in shown for bound in (item.lower, item.upper) if bound]),
+        "notes": tuple(dict.fromkeys((*check.notes, *notes, *said, *left_out(part, own, groups is not None)))),
+    }
+    return found.model_copy(update=told)
 
 
 def _stale(batch: Batch) -> float:

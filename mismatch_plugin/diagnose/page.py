@@ -110,10 +110,7 @@ def _settings(diagnosis: Diagnosis) -> list[dict[str, Any]]:
         at = words.controls_of(item.settings)
         if at is not None and item.algorithm != 1:  # there PPO-clip's own ratio is a weight, which no control has
             found.append({"name": item.setting + " (recommended)" * (item.setting == best), **at._asdict()})
-    found.sort(key=lambda item: not item["name"].endswith(" (recommended)"))
-    return found or [
-        {"name": "algorithm 2, token, truncate 2", "level": "token", "mode": "truncate", "lower": None, "upper": 2.0}
-    ]
+    return sorted(found, key=lambda item: not item["name"].endswith(" (recommended)"))
 
 
 def _finite(value: Any) -> Any:

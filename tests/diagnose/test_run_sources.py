@@ -244,10 +244,19 @@ def test_a_resumed_run_is_one_run_and_two_runs_are_refused(tmp_path: Path) -> No
     assert read_source(second).rows == ({KL: 5.25}, {KL: 5.5}, {KL: 5.75})
 
 
-def test_events_are_read_up_to_where_they_are_cut(tmp_path: Path) -> None:
+def test_events_are_read_up_to_where_they_are_cut_or_damaged_and_it_is_said(tmp_path: Path) -> None:
     (path,) = events(tmp_path).iterdir()
-    path.write_bytes(path.read_bytes()[:-5])  # its writer was killed: the last event is lost
-    assert len(read_source(tmp_path).rows) == 3
+    whole = path.read_bytes()
+    at = 0  # where the first event of step 3 begins: a length of 8 bytes, its sum, the event, its sum
+    for _ in range(5):
+        at += 16 + int.from_bytes(whole[at : at + 8], "little")
+    damaged = whole[: at + 20] + bytes([whole[at + 20] ^ 1]) + whole[at + 21 :]
+    for data, steps in ((whole, 3), (whole[:-5], 3), (damaged, 2)):
+        path.write_bytes(data)
+        source = read_source(tmp_path)
+        assert len(source.rows) == steps
+        said = f"{path.name} is cut or damaged after step {steps}: nothing behind that was read"
+        assert source.notes == (() if data is whole else (said,))
     for data in (b"no events at all", b""):
         path.write_bytes(data)
         with pytest.raises(ValueError, match="holds no events with a number"):
