@@ -153,7 +153,7 @@ class Figures:
     """What the rules look at.
 
     k3_kl: nats a token, the estimate of KL. ess: effective sample size of the tokens' ratios, a share.
-    mean_length, max_length: trained tokens a response; inf where nobody knows.
+    max_length: trained tokens of the longest response; inf where nobody knows.
     tail: share of tokens with a ratio outside [½, 2] and |l| above ten medians: Gaussian noise of one size has none.
     mean_turns: runs of tokens that train, a response. longest_turn: its trained tokens; inf where nobody knows.
     credit: share of the responses whose advantages differ from token to token.
@@ -166,7 +166,6 @@ class Figures:
 
     k3_kl: float
     ess: float
-    mean_length: float
     max_length: float
     tail: float = 0.0
     drifting: float = 0.0
@@ -223,7 +222,6 @@ def figures_of(
     return Figures(
         k3_kl=float(divergence.mean()),
         ess=float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
-        mean_length=float(lengths.mean()),
         max_length=float(lengths.max()),
         tail=float(far.double().mean()),
         drifting=float((shift.abs() > 6 * deviation).double().mean()) if deviation > 0 else 0.0,
