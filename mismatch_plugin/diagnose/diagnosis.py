@@ -23,7 +23,7 @@ from mismatch_plugin.diagnose.levels import bounds_for, histograms
 from mismatch_plugin.diagnose.measure import figures_of, measure
 from mismatch_plugin.diagnose.normal import SMALL_K3, UNEXPLAINED, Hints, normality
 from mismatch_plugin.diagnose.normal import gate as judge_gate
-from mismatch_plugin.diagnose.packing import groups_of, packed_of, subset
+from mismatch_plugin.diagnose.packing import OF_PREDICTIONS, groups_of, packed_of, subset
 from mismatch_plugin.diagnose.predict import left_out, measurable, predict, predict_one
 from mismatch_plugin.diagnose.recommend import recommend
 from mismatch_plugin.diagnose.result import VERDICTS, Diagnosis, Verdict
@@ -224,7 +224,8 @@ def diagnose_files(
         return found
     told: dict[str, Any] = {"metrics": metrics, "level": (own or MismatchConfig()).tis.level, "size": size}
     if verdict in ("fault", "undecided"):  # no setting repairs the one, and nobody knows of the other
-        return found.model_copy(update=told | {"histograms": histograms(part)})
+        of_tokens = [note for note in notes if OF_PREDICTIONS not in note]
+        return found.model_copy(update=told | {"histograms": histograms(part), "notes": (*check.notes, *of_tokens)})
     bounds, groups = bounds_for(part), groups_of(batch, part)
     predictions = predict(part, own, bounds, groups)
     figures = figures_of(packed, stale=stale, one_step=one_step, expensive_pass=expensive_pass)

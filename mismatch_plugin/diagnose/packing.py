@@ -19,7 +19,7 @@ from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.versions import version_number, version_of_tokens
 from mismatch_plugin.diagnose.batch import Batch
 
-_ONE = "predictions take 1, without settings whose criteria depend on the advantage"
+OF_PREDICTIONS = "predictions take 1, without settings whose criteria depend on the advantage"
 MAX_TOKENS = 500_000
 """Tokens on which settings are predicted; of more, a random part is taken."""
 _PIECE = 1 << 20
@@ -111,17 +111,17 @@ def _advantages(batch: Batch, samples: Sequence[Sample], packed: PackedSequences
     """([T] advantages, a note)."""
     found = _given("advantages", samples, packed)
     if found is not None:
-        return (found, "") if found.any() else (None, f"all advantages are 0, which trains nothing: {_ONE}")
+        return (found, "") if found.any() else (None, f"all advantages are 0, which trains nothing: {OF_PREDICTIONS}")
     partly = "some tokens have no advantage, so none is used; " * any(s.advantages is not None for s in samples)
     if not all(map(_rewarded, samples)):
-        return None, f"{partly}there are no advantages, and no reward of every response: {_ONE}"
+        return None, f"{partly}there are no advantages, and no reward of every response: {OF_PREDICTIONS}"
     groups, how = _groups([sample for sample in batch if _rewarded(sample)])
     if len(set(groups.ids)) == len(groups.ids):
         groups = Groups(groups.rewards, [0] * len(groups.ids))
         how = "over the batch, for no two responses share a group or prompt"
     values = group_advantages(groups.rewards, groups.ids)
     if not values.any():
-        return None, f"{partly}rewards are the same {how}: {_ONE}"
+        return None, f"{partly}rewards are the same {how}: {OF_PREDICTIONS}"
     of_sample = dict(zip([sample.index for sample in batch if _rewarded(sample)], values.tolist(), strict=True))
     by_sample = torch.tensor([of_sample[sample.index] for sample in samples], dtype=torch.float64)
     note = f"{partly}advantages are made of the rewards, centred and divided by their deviation {how}"

@@ -217,6 +217,11 @@ def test_numbers_that_cannot_be_measured_hide_no_finding(tmp_path: Path) -> None
         told = json.loads(result.stdout)
         assert result.exit_code == 1 and told["verdict"] == "fault" and told["size"] is None
         assert fault in [item["fault"] for item in told["findings"]]
+    gone = _inspect(RECORDS, _training(tmp_path, lambda values: [*values[:-1], None]), "--json", "--no-report")
+    told = json.loads(gone.stdout)
+    assert told["verdict"] == "fault" and told["predictions"] == [] and told["size"] is not None
+    assert any("have no number on one side: they are left out" in note for note in told["notes"])
+    assert not any("predictions" in note for note in told["notes"])
 
 
 def test_the_page_of_a_folder_lies_next_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
