@@ -92,11 +92,10 @@ def read_inputs(
     """
     if path is None and not urls:
         raise InputError("there is nothing to inspect: give PATH, or --url to sample from a server.")
-    model = None if checkpoint is None else Checkpoint(checkpoint)
-    dump = sample_live(urls, model, live or Live()) if path is None else None
-    if urls and training is not None and model is None:
+    if urls and training is not None and checkpoint is None:
         raise InputError("TRAINING and --url say the same thing twice: leave one out, or add --checkpoint.")
-    dump = dump or _dump(path, training, format)
+    model = None if checkpoint is None else Checkpoint(checkpoint)
+    dump = sample_live(urls, model, live or Live()) if path is None else _dump(path, training, format)
     named = "the running servers" if path is None else encodable(str(path))
     samples, notes = dump.samples, [f"{len(dump.samples)} records of {named}", *dump.notes]
     late = sum(bool(sample.mask.any() and not sample.mask[0]) for sample in samples)

@@ -262,7 +262,7 @@ def _events(path: Path, files: Sequence[Path], notes: list[str]) -> Rows:
     Raises ValueError where two of them begin at the same step, as of two runs, and where tensorboard is not installed.
     """
     try:
-        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.compat.tensorflow_stub.errors import DataLossError, OutOfRangeError
         from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
         from tensorboard.util.tensor_util import make_ndarray
