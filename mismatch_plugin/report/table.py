@@ -55,13 +55,6 @@ class Table:
         columns = zip(*(self.column(header) for header in headers), strict=True)
         return replace(self, headers=headers, rows=tuple(columns), code=self.code & set(headers))
 
-    def printable(self, unicode: bool) -> Table:
-        """The same for a terminal: without control characters, and in ASCII where it shows no more."""
-        rows = tuple(tuple(printable(cell, unicode) for cell in row) for row in self.rows)
-        headers = tuple(printable(header, unicode) for header in self.headers)
-        code = frozenset(printable(header, unicode) for header in self.code)
-        return replace(self, title=printable(self.title, unicode), headers=headers, rows=rows, code=code)
-
     def to_markdown(self) -> str:
         """GitHub's markdown; code columns in backticks, `|` escaped, one line a row, notes as a list below."""
         lines = [_line(self.headers), _line("---" for _ in self.headers)]
