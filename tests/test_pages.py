@@ -104,9 +104,10 @@ def run(words: list[str], needs: bool, launcher: Any) -> str:
 
 
 def read_flags(words: list[str]) -> None:
-    """Our flags, which end the line, mean something together."""
-    first = next((place for place, word in enumerate(words) if OURS.fullmatch(word)), len(words))
-    MismatchConfig.from_words(words[first:])
+    """Our flags, behind the … or from the first of ours on to the end of the line, mean something together."""
+    ours = words[words.index("…") + 1 :] if "…" in words else words
+    first = next((place for place, word in enumerate(ours) if OURS.fullmatch(word) or "…" in words), len(ours))
+    MismatchConfig.from_words(ours[first:])
 
 
 def what_pages_name(folder: Path) -> dict[str, Any]:
@@ -151,7 +152,7 @@ def test_every_block_runs_or_says_what_it_needs(
         else:
             assert block.needs or block.language == "", f"nothing says what this needs:\n{block.text}"
             for flags in re.findall(r'"(--[^"]+)"', block.text):
-                read_flags(flags.split())
+                MismatchConfig.from_words(flags.split())
     assert page != ROOT / "README.md" or (tmp_path / "mismatch-demo" / "rollouts_inspect" / "report.html").exists()
 
 

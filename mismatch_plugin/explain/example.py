@@ -64,7 +64,7 @@ def current_log_probs() -> Tensor:
 def example_numbers(config: MismatchConfig) -> Numbers:
     """The batch with what these settings read of it: π_ref is π_old, the entropy 1, rewards where groups need them."""
     packed = example_batch()
-    packed = packed.replace(ref_log_probs=packed.old_log_probs, entropy=torch.ones_like(packed.old_log_probs))
+    packed = packed.replace(ref_log_probs=packed.old_log_probs, entropy=torch.ones(packed.loss_mask.shape))
     return Numbers(current_log_probs(), packed, None if config.rs.group == "keep" else list(_REWARDS))
 
 
