@@ -59,7 +59,7 @@ class RayAdapter(ABC):
         self.host = HOSTS[self.name]
         hooks = set_hook(self.name, "before_train_step", "rollout_data_postprocess")
         self.run = MegatronStep(self._log_step, writes=self.writes, whole_steps=hooks)
-        self.versions, self.updates = Versions(self.name), WeightUpdates(self.name)
+        self.versions, self.updates = Versions(self.name), WeightUpdates(self.name, self.run.rollout_metrics)
         self._args: Namespace | None = None
         self._configs: dict[bool | None, MismatchConfig] = {}
 
