@@ -11,7 +11,7 @@ from statistics import NormalDist
 import pytest
 
 from ci.docs import BLOCKS, PAGES, ROOT, block_names, main, render
-from mismatch_plugin import MismatchConfig, add_arguments
+from mismatch_plugin import MismatchConfig, __version__, add_arguments
 from mismatch_plugin.config.fields import leaf_fields
 from mismatch_plugin.config.presets import PRESETS
 from mismatch_plugin.core.metrics.registry import METRICS
@@ -33,6 +33,11 @@ def test_the_readme_is_short_and_names_every_page_and_the_two_commands():
     assert len(TEXTS[README].encode()) <= 8192
     assert [path.name for path in PAGES if path != README and f"(docs/{path.name})" not in TEXTS[README]] == []
     assert "make compare" in TEXTS[README] and "make test" in TEXTS[README]
+
+
+def test_the_newest_entry_of_the_changelog_is_of_this_version():
+    entries = re.findall(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    assert entries[0] == __version__ and len(set(entries)) == len(entries)
 
 
 def test_docs_hold_pages_and_pictures_only():
