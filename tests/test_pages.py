@@ -177,6 +177,8 @@ def test_flags_in_the_text_exist() -> None:
 
 
 def test_a_demo_writes_into_a_new_folder_and_its_dump_is_small(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["demo", str(tmp_path)], env={"COLUMNS": "400", "TERM": "dumb"})
-    assert done.exit_code == 2 and "is there already" in done.output
+    for again in ("", "or look at it again: mismatch-plugin inspect"):
+        done = CliRunner().invoke(app, ["demo", str(tmp_path)], env={"COLUMNS": "400", "TERM": "dumb"})
+        assert done.exit_code == 2 and "is there already: name a new folder" in done.output and again in done.output
+        (tmp_path / "rollouts.jsonl").touch()
     assert (ROOT / "mismatch_plugin" / "diagnose" / "demo.jsonl.xz").stat().st_size < 400_000
