@@ -11,6 +11,7 @@ from statistics import NormalDist
 import pytest
 
 from ci.docs import BLOCKS, PAGES, ROOT, block_names, main, render
+from examples.wandb_workspace import PANELS
 from mismatch_plugin import MismatchConfig, __version__, add_arguments
 from mismatch_plugin.config.fields import leaf_fields
 from mismatch_plugin.config.presets import PRESETS
@@ -55,6 +56,14 @@ def test_nothing_is_left_out():
     names += [metric.name for metric in METRICS]
     names += [name for entry in PRESETS for name in (entry.name, *entry.aliases)]
     assert [name for name in names if f"`{name}`" not in ALL] == []
+
+
+def test_what_to_watch_are_metrics():
+    """The panels of the quickstart, and those of the W&B workspace, which are the same."""
+    table = TEXTS[ROOT / "docs" / "quickstart.md"].split("## What to watch")[1]
+    watched = {name for names in PANELS.values() for name in names}
+    assert watched <= {metric.name for metric in METRICS}
+    assert watched == set(re.findall(r"`rollout_corr/(\w+)`", table))
 
 
 def test_the_recommended_presets_exist():
