@@ -22,7 +22,7 @@ from mismatch_plugin.cli import app
 from mismatch_plugin.config.flags import add_arguments
 from mismatch_plugin.data.read import read
 from mismatch_plugin.report.log import write_step
-from tests.data.dumps import ROLLOUT, TRAIN, WHOLE, save
+from tests.data.dumps import PROMPTS, RESPONSES, ROLLOUT, TRAIN, save
 from tests.hooks.contracts.launch_trees import megatron_tree, ray_tree
 
 EVERY_PAGE = (*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "examples").rglob("*.md")))
@@ -59,17 +59,16 @@ def commands(block: Block) -> Iterator[tuple[list[str], bool]]:
 def launcher(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Runs a launch line of a page with --mismatch-explain-only in a bare checkout, each once; returns the block."""
     folder, printed = tmp_path_factory.mktemp("checkouts"), {}
-    checkouts = {"train.py": ray_tree(folder / "slime", "slime").parent}
-    checkouts["train_rl.py"] = megatron_tree(folder / "megatron", patched=True).parent
     for script, package in (("verl/trainer/main_ppo.py", "verl"), ("examples/run_grpo.py", "nemo_rl.algorithms.grpo")):
-        path = folder / package / script
-        path.parent.mkdir(parents=True)
-        path.write_text(f"import {package}\n")
-        save(
-            path.parent / "configs" / "grpo_math_1B.yaml", {"loss_fn": {"token_level_loss": True}}
-        )  # NeMo-RL's default
-        checkouts[script] = folder / package
-    checkouts["verl.trainer.main_ppo"] = checkouts.pop("verl/trainer/main_ppo.py")
+        (folder / script).parent.mkdir(parents=True)
+        (folder / script).write_text(f"import {package}\n")
+    save(folder / "examples" / "configs" / "grpo_math_1B.yaml", {"loss_fn": {"token_level_loss": True}})  # NeMo-RL's
+    checkouts = {
+        "train.py": ray_tree(folder / "slime", "slime").parent,
+        "train_rl.py": megatron_tree(folder / "megatron", patched=True).parent,
+        "verl.trainer.main_ppo": folder,
+        "examples/run_grpo.py": folder,
+    }
 
     def launch(words: list[str]) -> str:
         line = tuple(word for word in words[words.index("mismatch_plugin.launch") + 1 :] if word != "…")
@@ -112,19 +111,12 @@ def read_flags(words: list[str]) -> None:
 
 def what_pages_name(folder: Path) -> dict[str, Any]:
     """Files that the commands take, in `folder`; what the recipe for a dump of one's own loop takes as given."""
-    records = [
-        {"prompt_ids": [1], "response_ids": row[1:], "rollout_log_probs": p}
-        for row, p in zip(WHOLE, ROLLOUT, strict=True)
-    ]
-    save(folder / "rollouts.jsonl", records)
+    columns = {"prompt_ids": PROMPTS, "response_ids": RESPONSES, "rollout_log_probs": ROLLOUT}
+    save(folder / "rollouts.jsonl", columns)
     save(folder / "training.jsonl", [{"train_log_probs": row} for row in TRAIN])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
-    own: dict[str, Any] = {
-        "response_ids": 11 * mask,
-        "response_mask": mask,
-        "rollout_log_probs": -1.0 * mask,
-        "old_log_probs": -1.25 * mask,
-    }
+    own: dict[str, Any] = {"response_ids": 11 * mask, "response_mask": mask}
+    own |= {"rollout_log_probs": -1.0 * mask, "old_log_probs": -1.25 * mask}
     save(folder / "rollouts.pt", own)
     for _ in range(3):
         write_step(folder / "DIR", preset("token_is"), {"rollout_corr/kl": 0.001, "rollout_corr/k3_kl": 0.001})
@@ -168,12 +160,30 @@ def test_the_recipe_for_a_dump_of_one_s_own_loop_is_read(tmp_path: Path, monkeyp
     assert advantages == [[1.0] * 4, [-1.0] * 2]
 
 
-def test_flags_in_the_text_exist() -> None:
+def test_flags_and_commands_in_the_text_exist() -> None:
+    for page in PAGES:
+        for line in re.findall(r"`mismatch-plugin ([^`|…]+)`", page.read_text(encoding="utf-8")):
+            done = CliRunner().invoke(app, [*shlex.split(line), "--help"])
+            assert done.exit_code == 0, (page.name, line, done.output)
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     known = THEIRS | {option.replace("_", "-") for action in parser._actions for option in action.option_strings}
     found = {(page.name, flag) for page in EVERY_PAGE for flag in OURS.findall(page.read_text(encoding="utf-8"))}
     assert len(found) > 50 and [each for each in sorted(found) if each[1].rstrip("-") not in known] == []
+
+
+def test_cells_can_be_read() -> None:
+    """A table's cell is at most 120 characters (but for the axes of methods.md)."""
+    long = [
+        (page.name, cell[:60])
+        for page in EVERY_PAGE
+        if page.name != "methods.md"
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if line.startswith("|")
+        for cell in re.split(r"(?<!\\)\|", line)
+        if len(cell.strip()) > 120
+    ]
+    assert long == []
 
 
 def test_a_demo_writes_into_a_new_folder_and_its_dump_is_small(tmp_path: Path) -> None:
