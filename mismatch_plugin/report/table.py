@@ -58,7 +58,7 @@ class Table:
     def to_markdown(self) -> str:
         """GitHub's markdown; code columns in backticks, `|` escaped, one line a row, notes as a list below."""
         lines = [_line(self.headers), _line("---" for _ in self.headers)]
-        lines += [_line(map(self._cell, self.headers, row)) for row in self.rows]
+        lines += [_line(map(self.cell, self.headers, row)) for row in self.rows]
         if self.notes:
             lines += ["", *(f"- {note}" for note in self.notes)]
         return "\n".join(lines) + "\n"
@@ -103,7 +103,8 @@ class Table:
         """The lines of a column's cells: a name each where it holds names."""
         return [part for cell in self.column(header) for part in (cell.split(", ") if header in self.code else [cell])]
 
-    def _cell(self, header: str, cell: str) -> str:
+    def cell(self, header: str, cell: str) -> str:
+        """A cell in markdown."""
         if header not in self.code or cell == NOTHING:
             return cell
         return ", ".join(f"`{part}`" for part in cell.split(", ") if part)

@@ -273,7 +273,7 @@ def test_prime_rl_s_example_is_what_its_loss_takes() -> None:
     loss = tomllib.loads(path.read_text(encoding="utf-8"))["trainer"]["loss"]
     config = prime_rl.settings(**loss["kwargs"])
     assert (loss["type"], loss["import_path"]) == ("custom", "mismatch_plugin.hooks.prime_rl.policy_loss")
-    assert (config.algorithm, config.tis.level, len(config.criteria)) == (3, "sequence", 1)
+    assert (config.algorithm, config.tis.level, config.rejects) == (3, "token", False)
     with pytest.raises(ValueError, match="has flags and preset: give all as flags, or none"):
         prime_rl.settings(flags="--use-rollout-log-probs", preset="pg_is")
 
