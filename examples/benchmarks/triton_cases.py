@@ -1,6 +1,6 @@
 """Cases of vocab-parallel log-probs and how the Triton twin is judged on them, on whatever device it runs.
 
-`log_probs_cuda_check.py` runs them on a GPU, the tests in Triton's interpreter. Each is compared with the torch
+`gpu.py` runs them on a GPU, the tests in Triton's interpreter. Each is compared with the torch
 Function and with textbook autograd in float64.
 """
 

@@ -29,8 +29,9 @@ from mismatch_plugin.log_probs.arguments import (
 from mismatch_plugin.log_probs.backends import choose_arithmetic
 from mismatch_plugin.log_probs.torch_arithmetic import default_block_rows
 
-CPU_CHUNK, DEVICE_CHUNK = 2**22, 2**27
-"""Logits of a chunk if the caller does not choose: 16 MiB of float32 on CPU, 256 MiB of bfloat16 elsewhere."""
+_CPU_CHUNK, _DEVICE_CHUNK = (2**22, 2**25), 2**27
+"""Logits of a chunk if the caller does not choose: 2^15 a hidden unit on CPU, within 16 to 128 MiB of float32, for the
+weight is read again for every chunk; 256 MiB of bfloat16 elsewhere."""
 
 _WEIGHT_BLOCK = 2**24
 """Elements of the weight's gradient that one product makes before it is added in float32: 64 MiB."""
@@ -81,7 +82,7 @@ def vocab_parallel_linear_log_probs(
         rows: [R] int64: targets[i] is predicted by hidden[rows[i]], of the gathered T rows. Others cost nothing; a row
             may be there more than once.
         sequence_parallel: hidden is sharded over `tp_group` along T: gathered here, its gradient reduce-scattered.
-        chunk_rows: targets of a chunk. None: 2^22 logits on CPU (16 MiB in float32), 2^27 elsewhere (256 MiB in bf16).
+        chunk_rows: targets of a chunk. None: 2^15 · H logits on CPU (16 to 128 MiB in float32), elsewhere 2^27.
         backend: "auto", "torch" or "triton", as there.
 
     Returns `LogProbs(log_probs, entropy)`, [R] each, with the dtypes of `vocab_parallel_log_probs` on these logits:
@@ -120,7 +121,9 @@ def vocab_parallel_linear_log_probs(
         raise ValueError("sequence_parallel=True has no group to gather over: pass tp_group.")
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows={chunk_rows} must be at least 1: leave it out for the default.")
-    elements = CPU_CHUNK if hidden.device.type == "cpu" else DEVICE_CHUNK
+    elements = _DEVICE_CHUNK
+    if hidden.device.type == "cpu":
+        elements = min(max(2**15 * hidden.shape[1], _CPU_CHUNK[0]), _CPU_CHUNK[1])
     chunk_rows = chunk_rows or max(1, elements // max(1, width))
     head = Head(choose_arithmetic(hidden, backend), chunk_rows, sequence_parallel and tp_size > 1)
     return LogProbs(*LinearLogProbs.apply(hidden, weight, call, head))

@@ -224,7 +224,7 @@ class Crossings(TorchDispatchMode):
 @pytest.mark.parametrize("what", ["plain", "temperature", "mask", "rows", "ragged"])
 def test_a_cuda_graph_can_capture_it(monkeypatch: pytest.MonkeyPatch, what: str, inplace: bool):
     """Nothing waits for the device or copies from pageable memory; ragged ids copy their offsets, which are to be
-    pinned, and whose values a replay would take from the host again. A captured step: `log_probs_cuda_check`."""
+    pinned, and whose values a replay would take from the host again. A captured step: `make gpu`."""
     monkeypatch.setattr(twin, "kernels", NoLaunches())
     offsets = torch.zeros(5, dtype=torch.int64)
     with torch.device("meta"):
