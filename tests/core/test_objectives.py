@@ -90,15 +90,6 @@ def test_cispo() -> None:
     assert (metrics["pg_clipfrac_high_side"], metrics["pg_clipfrac_low_side"]) == close((1 / 3, 1 / 3))
 
 
-def test_reinforce_under_weights_of_algorithm_2() -> None:
-    """−w A log π_θ, w = min(π_old/π_rollout, 2): here 2 and 0.5. Nothing is clipped, nothing is said of a clip."""
-    given = {"old_log_probs": logs(0.8, 0.2), "rollout_log_probs": logs(0.1, 0.4), "advantages": [1.0, -3.0]}
-    losses, gradient, metrics = outcome(settings(use_tis=True, objective="reinforce"), logs(0.9, 0.1), **given)
-    assert gradient == close([-2, 1.5])
-    assert losses == close([-2 * math.log(0.9), 1.5 * math.log(0.1)])
-    assert not {"pg_clipfrac", "ppo_kl"} & metrics.keys()
-
-
 @pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
 def test_beyond_the_safety_bound_nothing_is_infinite(name: str) -> None:
     given = {"old_log_probs": torch.tensor([-1000.0, -1.0]), "advantages": [-1.0, -1.0]}
@@ -108,107 +99,7 @@ def test_beyond_the_safety_bound_nothing_is_infinite(name: str) -> None:
     assert abs(losses[0]) == pytest.approx(math.exp(20), rel=1e-5)
 
 
-INVALID = {  # policy, algorithm 1, what is invalid: s of the two other tokens, r = 4 and 1/2, and gradients
-    ("neutral", True, "rollout"): (S, [-S, -S, -S]),  # its anchor is π_θ itself: l = 0, and it counts
-    ("drop-token", True, "rollout"): (S, [-S, 0, -S]),
-    ("drop-sequence", True, "rollout"): (S, [0, 0, 0]),
-    ("neutral", False, "rollout"): (S, [-S, -S, -S]),  # not used
-    ("neutral", False, "old"): (2**0.5, [-(2**0.5), 0, -(2**0.5)]),  # does not enter: the mean runs over two tokens
-    ("drop-token", False, "old"): (2**0.5, [-(2**0.5), 0, -(2**0.5)]),
-}
-
-
-@pytest.mark.parametrize(("policy", "bypass", "where"), INVALID)
-def test_invalid_log_probs_in_gspos_mean(policy: str, bypass: bool, where: str) -> None:
-    s, expected = INVALID[policy, bypass, where]
-    rows = {"rollout": [0.1, 0.3, 0.2] if bypass else [0.4, 0.3, 0.1], "old": [0.1, 0.3, 0.2]}
-    rows[where][1] = NAN
-    config = settings(
-        objective="gspo",
-        use_rollout_log_probs=bypass,
-        rollout_log_prob_policy=policy,
-        ppo={"eps_clip_low": 0.5, "eps_clip_high": 0.5},
-    )
-    given = {"old_log_probs": logs(*rows["old"]), "rollout_log_probs": logs(*rows["rollout"])}
-    _, gradient, metrics = outcome(config, logs(0.4, 0.3, 0.1), advantages=[1.0, 1.0, 1.0], **given)
-    assert gradient == close(expected)
-    entering = 2 if where == "old" else 3
-    assert metrics["ppo_kl"] == close(-math.log(s) * entering / 3)
-
-
-def test_what_is_rejected_still_counts_in_gspos_mean() -> None:
-    """ρ = π_old/π_rollout is 1, 1, 8: the last token is rejected, s is that of all three."""
-    config = settings(objective="gspo", rs={"criteria": ["token:ratio:0.5:2"]}, ppo={"eps_clip_high": 0.5})
-    _, gradient, _ = outcome(
-        config, logs(0.4, 0.3, 0.1), advantages=[1.0, 1.0, 1.0], old_log_probs=logs(0.1, 0.3, 0.2),
-        rollout_log_probs=logs(0.1, 0.3, 0.025),
-    )  # fmt: skip
-    assert gradient == close([-S, -S, 0])
-
-
 # Penalty on the distance to the sampler -------------------------------------------------------------------------------
-
-PENALTIES = {  # kind, l: value, derivative
-    ("k2", math.log(3)): (0.60347, 1.09861),
-    ("k3", math.log(3)): (2 - math.log(3), 2.0),
-    ("k2", -4.0): (8.0, -4.0),
-    ("k2", -6.0): (18.0, -6.0),  # far tokens are pulled back as well
-    ("k2", 30.0): (450.0, 30.0),
-    ("k3", 3.0): (math.exp(3) - 4, math.exp(3) - 1),
-    ("k3", -9.0): (math.exp(-9) + 8, math.exp(-9) - 1),
-    ("k3", -30.0): (29.0, -1.0),
-    ("k3", 25.0): (6 * math.exp(20) - 26, math.exp(20) - 1),  # the tangent at 20
-    ("k3", 1000.0): (981 * math.exp(20) - 1001, math.exp(20) - 1),
-}
-
-
-@pytest.mark.parametrize(("kind", "gap"), PENALTIES)
-@pytest.mark.parametrize("algorithm", range(4))
-def test_the_distance_to_the_sampler(kind: str, gap: float, algorithm: int) -> None:
-    """Two tokens, the second at distance 0; weights of ½ and a rejected token do not scale it."""
-    value, slope = PENALTIES[kind, gap]
-    config = settings(
-        use_rollout_log_probs=bool(algorithm & 1),
-        use_tis=bool(algorithm & 2),
-        tis={"upper_bound": 0.5} if algorithm & 2 else {},
-        rs={"criteria": ["token:k2:0.1"]},
-        terms={"rollout_kl_coef": 0.3, "rollout_kl_type": kind},
-    )
-    start = torch.tensor([-1001.0, -1.0], dtype=torch.float64)
-    leaf = (start + torch.tensor([gap, 0.0])).requires_grad_()
-    packed = mp.PackedSequences.from_lists(
-        loss_masks=[[1, 1]], rollout_log_probs=[start], old_log_probs=[leaf.detach().clone()], advantages=[0.0]
-    )
-    for on, share in (("all", 1.0), ("accepted", 0.0)):
-        result = mp.policy_loss(leaf, packed, config.replace(terms={"rollout_kl_on": on}))
-        assert result.correction.keep.tolist() == [0, 1]  # every l of `PENALTIES` has k2 above 0.1
-        assert {name: term.item() for name, term in result.terms.items()} == {
-            "rollout_kl": pytest.approx(0.3 * value * share, rel=1e-5)
-        }
-        assert int(result.terms_denominator) == 2
-        (gradient,) = torch.autograd.grad(result.loss, leaf)
-        assert gradient.tolist() == pytest.approx([0.3 * slope * share / 2, 0.0], rel=1e-5)
-        metrics = result.statistics.metrics()
-        assert metrics["rollout_corr/rollout_kl"] == pytest.approx(value / 2, rel=1e-5)
-
-
-@pytest.mark.parametrize("policy", ["neutral", "drop-token", "drop-sequence", "error"])
-@pytest.mark.parametrize("bypass", [False, True])
-def test_an_invalid_log_prob_is_at_no_distance_to_the_sampler(policy: str, bypass: bool) -> None:
-    """Also where π_old, which takes its place in the ratios, is not π_θ. In plain PPO it is used, so it is an error."""
-    config = settings(use_rollout_log_probs=bypass, rollout_log_prob_policy=policy, terms={"rollout_kl_coef": 1.0})
-    packed = mp.PackedSequences.from_lists(
-        loss_masks=[[1, 1]], rollout_log_probs=[logs(0.2, NAN)], old_log_probs=[logs(0.2, 0.2)], advantages=[0.0]
-    )
-    leaf = logs(0.6, 0.8).requires_grad_()
-    if policy == "error":
-        with pytest.raises(mp.InvalidLogProbError, match="position 1"):
-            mp.policy_loss(leaf, packed, config)
-        return
-    result = mp.policy_loss(leaf, packed, config)
-    (gradient,) = torch.autograd.grad(result.loss, leaf)
-    assert result.terms["rollout_kl"].item() == close(math.log(3) ** 2 / 2)
-    assert gradient.tolist() == close([math.log(3) / 2, 0])
 
 
 def test_the_distance_to_the_sampler_needs_one() -> None:
