@@ -90,6 +90,15 @@ def test_cispo() -> None:
     assert (metrics["pg_clipfrac_high_side"], metrics["pg_clipfrac_low_side"]) == close((1 / 3, 1 / 3))
 
 
+def test_reinforce_under_weights_of_algorithm_2() -> None:
+    """−w A log π_θ, w = min(π_old/π_rollout, 2): here 2 and 0.5. Nothing is clipped, nothing is said of a clip."""
+    given = {"old_log_probs": logs(0.8, 0.2), "rollout_log_probs": logs(0.1, 0.4), "advantages": [1.0, -3.0]}
+    losses, gradient, metrics = outcome(settings(use_tis=True, objective="reinforce"), logs(0.9, 0.1), **given)
+    assert gradient == close([-2, 1.5])
+    assert losses == close([-2 * math.log(0.9), 1.5 * math.log(0.1)])
+    assert not {"pg_clipfrac", "ppo_kl"} & metrics.keys()
+
+
 @pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
 def test_beyond_the_safety_bound_nothing_is_infinite(name: str) -> None:
     given = {"old_log_probs": torch.tensor([-1000.0, -1.0]), "advantages": [-1.0, -1.0]}
