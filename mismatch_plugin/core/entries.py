@@ -7,9 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from mismatch_plugin.core.host import of_numbers
 
 
 def validate_field_names(fields: Mapping[str, Any]) -> None:
@@ -146,29 +147,21 @@ def _entry(name: str, row: Any, length: int, label: object, integer: bool) -> Te
 
 
 def _tensor(name: str, row: Any, integer: bool) -> Tensor:
-    """As torch makes one, with NaN for None. By numpy, five times as fast, where all are Python's own numbers."""
+    """As torch makes one, with NaN for None."""
     if not isinstance(row, (list, tuple)):
         return torch.as_tensor(row)
     if name == "loss_masks" and row:
         with contextlib.suppress(TypeError, ValueError):
             return torch.frombuffer(bytearray(row), dtype=torch.uint8).to(torch.get_default_device())
-    array = _numbers(row)
-    if array is None and None in row:
+    flat = of_numbers(row)
+    if flat is None and None in row:
         row = [math.nan if item is None else item for item in row]
-        array = _numbers(row)
-    if array is not None:
-        flat = torch.from_numpy(array).to(torch.get_default_device())
-        return flat if integer or array.dtype.kind != "f" else flat.to(torch.get_default_dtype())
+        flat = of_numbers(row)
+    if flat is not None:
+        flat = flat.to(torch.get_default_device())
+        return flat if integer or not flat.is_floating_point() else flat.to(torch.get_default_dtype())
     whole = integer and not any(isinstance(item, float) for item in row)
     return torch.tensor(row, dtype=torch.int64 if whole else torch.float64 if integer else None)
-
-
-def _numbers(row: Sequence[Any]) -> np.ndarray | None:
-    if row and type(row[0]) in (float, int, bool):
-        with contextlib.suppress(ValueError, OverflowError):
-            array = np.array(row)
-            return array if array.ndim == 1 and array.dtype.kind in "fib" else None
-    return None
 
 
 def validate_parts(
