@@ -101,11 +101,15 @@ DETECTIONS: dict[FaultName, tuple[str, str]] = {
     ),
     "stale_cache": (
         "keys and values of older weights were reused under a new version: the cache was not flushed",
-        "the server's plugin",
+        "the server's plugin; else samples with `cached_tokens` are further off than those without",
     ),
     "update_lost_in_precision": (
         "an update changed few elements, since bfloat16 rounds small steps away",
-        "the server's plugin",
+        "the server's plugin; else both checkpoints",
+    ),
+    "replay_off": (
+        "experts that the trainer replays are not those of the rollout: shifted by one, filled in, of another run",
+        "`routed_experts` and `trained_experts` of the records, or the routers of `--checkpoint`",
     ),
     "cloned_group": ("responses of one group that are the same, at a temperature above 0", "ids, and how unlikely"),
     "wrong_prompt": ("another prompt, template or BOS", "the gap decays along responses, or with prompts' lengths"),

@@ -23,6 +23,7 @@ from mismatch_plugin.diagnose.findings import (
     Side,
     first_place,
 )
+from mismatch_plugin.sglang.delivered import Delivered
 
 DEFAULT_MAX_STALENESS = 1
 FIELD: dict[LogProbSide, str] = {"rollout": "rollout_log_probs", "training": "train_log_probs"}
@@ -71,10 +72,12 @@ class Tokens:
 class Between(Protocol):
     """Models between the weights that the run began with and the present ones (`layers.Mix`).
 
-    parts: ways to divide the tensors that differ: name of a part → its parameters.
+    parts: ways to divide the tensors that differ: name of a part → its parameters. delivered: what bfloat16 leaves of
+    the change from one to the other; None where nothing changed.
     """
 
     parts: tuple[dict[str, tuple[str, ...]], ...]
+    delivered: Delivered | None
 
     def log_probs(self, sample: Sample, from_start: Collection[str]) -> Floats:
         """[n] with these parameters from the start and all others from now."""

@@ -18,7 +18,7 @@ FaultName = Literal[
     "temperature", "truncation", "penalty", "token_offset",
     "mixed_versions", "staleness",
     "weights_not_updated", "weights_partly_updated", "stale_server", "server_differs", "label_reused", "other_weights",
-    "stale_cache", "update_lost_in_precision", "cloned_group",
+    "stale_cache", "update_lost_in_precision", "cloned_group", "replay_off",
     "wrong_prompt", "retokenised",
     "quantised", "moe_routing", "unexplained",
     "bf16", "fp16", "rounded",

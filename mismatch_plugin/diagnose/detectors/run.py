@@ -23,7 +23,13 @@ from mismatch_plugin.diagnose.detectors.numbers import (
     find_scale,
     find_zero_eos,
 )
-from mismatch_plugin.diagnose.detectors.sampler import find_cloned_groups, find_rounded_updates, find_stale_cache
+from mismatch_plugin.diagnose.detectors.routing import find_replay
+from mismatch_plugin.diagnose.detectors.sampler import (
+    find_cached_further,
+    find_cloned_groups,
+    find_rounded_updates,
+    find_stale_cache,
+)
 from mismatch_plugin.diagnose.detectors.served import find_settings, note
 from mismatch_plugin.diagnose.detectors.served_weights import find_served_weights
 from mismatch_plugin.diagnose.detectors.size import equal_sides, find_size, mismatch
@@ -67,6 +73,7 @@ STAGES: tuple[tuple[Detector, ...], ...] = (
     (  # Broken pairs and numbers: found first, and undone, so that what follows sees sound pairs.
         Detector(find_ids, ("token_ids", "prompt_ids", "swapped_samples", "shift_by_one", "boundary")),
         Detector(find_cloned_groups, alone=True),
+        Detector(find_replay, ("replay_off",)),
         Detector(find_null_eos, alone=True),
         Detector(find_scale, ("log_base",), alone=True),
         Detector(find_numbers, alone=True),
@@ -89,13 +96,14 @@ STAGES: tuple[tuple[Detector, ...], ...] = (
     ),
     (  # Other weights: by labels, one server's, or all of them.
         Detector(find_versions, ("staleness",), alone=True),
+        Detector(find_cached_further, unless=(*_OTHER_TEXT, *_OLD_WEIGHTS)),
         Detector(find_stale_server, ("stale_server",), unless=(*_OLD_WEIGHTS, "server_differs")),
         Detector(
             find_not_updated,
             ("weights_not_updated", "weights_partly_updated"),
             unless=(*_OTHER_TEXT, *_OLD_WEIGHTS),
         ),
-        Detector(find_split, unless=(*_OTHER_TEXT, *_OLD_WEIGHTS)),
+        Detector(find_split, unless=(*_OTHER_TEXT, *_OLD_WEIGHTS, "stale_cache")),
     ),
     (  # What is left: the size of the gap, where nothing above explains it.
         Detector(

@@ -12,6 +12,16 @@ from mismatch_plugin.data.sampling import GREEDY_BELOW
 from mismatch_plugin.data.served import ServedKV
 from mismatch_plugin.diagnose.batch import Batch, Outcome
 from mismatch_plugin.diagnose.detectors.served import MOST_NAMES, few
+from mismatch_plugin.diagnose.detectors.weights import (
+    CLEAR_RATIO,
+    LARGEST_P,
+    MIN_SAMPLES,
+    PAIRS_FURTHER,
+    PRECISION,
+    Scored,
+    mann_whitney,
+    score,
+)
 from mismatch_plugin.diagnose.findings import Finding, first_place
 
 CACHE_FIX = (
@@ -56,8 +66,33 @@ def find_stale_cache(batch: Batch) -> Outcome:
     return [batch.finding("stale_cache", "rollout", evidence, CACHE_FIX, samples, **told)], batch
 
 
+def find_cached_further(batch: Batch) -> Outcome:
+    """Without the plugin's word: samples whose prompts came out of the cache lie clearly further off than the others of
+    one version and temperature."""
+    cached, fresh = list[Scored](), list[Scored]()
+    for item in score(batch):
+        if (tokens := item.sample.cached_tokens) is not None:
+            (cached if tokens else fresh).append(item)
+    if min(len(cached), len(fresh)) < MIN_SAMPLES:
+        return [], batch
+    far, near = (np.array([item.relative for item in items]) for items in (cached, fresh))
+    ranks, ratio = mann_whitney(far, near), float(np.median(far) / np.median(near))
+    if ranks.p > LARGEST_P or ranks.area < PAIRS_FURTHER or ratio < CLEAR_RATIO or np.median(far) < PRECISION:
+        return [], batch
+    samples = [item.sample for item in cached]
+    evidence = (
+        f"{len(cached)} samples with a cached prompt lie {ratio:.2g} times as far from the training side as "
+        f"{len(fresh)} without, under the same versions and temperature (in {ranks.area:.0%} of pairs, "
+        f"p = {ranks.p:.1g}): as if older weights had filled the cache."
+    )
+    about = {"of_samples": len(cached) + len(fresh), "statistics": {"ratio": ratio, "area": ranks.area, "p": ranks.p}}
+    fix = f"{CACHE_FIX} The SGLang plugin of this package tells which weights made each cached token."
+    return [batch.finding("stale_cache", "rollout", evidence, fix, samples, confidence="possible", **about)], batch
+
+
 def find_rounded_updates(batch: Batch) -> Outcome:
-    """The last update changed all matrices and few elements: bfloat16 rounded away the steps of the others. A note."""
+    """The last update changed all matrices and few elements: bfloat16 rounded away the steps of the others. A note. By
+    the servers' word, else by both checkpoints."""
     found = [
         (sample, update.changed_elements)
         for sample in batch
@@ -65,14 +100,24 @@ def find_rounded_updates(batch: Batch) -> Outcome:
         if (update := served.update) is not None and update.changed_elements is not None
         if update.changed_matrices == update.matrices and update.changed_elements < FEW_ELEMENTS
     ]
-    if not found:
+    wider = any(sample.served is not None and sample.served.dtype != "bfloat16" for sample in batch)
+    change = None if batch.between is None or wider else batch.between.delivered
+    if found:
+        samples, least = [sample for sample, _ in found], min(share for _, share in found)
+        evidence = (
+            f"The last update of {few(s.served.worker for s in samples if s.served)} changed {least:.2%} of the "
+            f"elements: bfloat16 rounded away the others' steps. Below {FEW_ELEMENTS:.0%} the change that serves has a "
+            f"cosine of about .12 or less with the one that was trained."
+        )
+    elif change is not None and change.changed < FEW_ELEMENTS:
+        samples, least = batch.samples, change.changed
+        evidence = (
+            f"Between both checkpoints {least:.2%} of the matrices' elements change in bfloat16, which rounds the "
+            f"others away: what it delivers has a cosine of {change.cosine:.2f} with the change that was trained, and "
+            f"{change.norm_ratio:.2g} times its norm."
+        )
+    else:
         return [], batch
-    samples, least = [sample for sample, _ in found], min(share for _, share in found)
-    evidence = (
-        f"The last update of {few(s.served.worker for s in samples if s.served)} changed {least:.2%} of the elements: "
-        f"bfloat16 rounded away the others' steps. Below {FEW_ELEMENTS:.0%} the change that serves has a cosine of "
-        f"about .12 or less with the one that was trained."
-    )
     told = {"first": first_place(samples[0], samples[0].mask), "statistics": {"changed_elements": least}}
     finding = batch.finding("update_lost_in_precision", "rollout", evidence, ROUNDED_FIX, samples, **told)
     return [finding.model_copy(update={"severity": "note"})], batch
