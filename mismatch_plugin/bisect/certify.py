@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -37,13 +37,13 @@ class Run(NamedTuple):
 
 
 class Place(BaseModel):
-    """Where two runs of the same tokens differ first: the tap that is computed first, and there the first token.
-    logits: whether the distributions differ as well."""
+    """Where two runs of the same tokens differ first: the tap that is computed first, and there the first token (of a
+    check, the first token whose distribution differs; None if none does). logits: whether distributions differ."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    sequence: int
-    token: int
+    sequence: int | None
+    token: int | None
     tap: str
     logits: bool
 
@@ -81,37 +81,7 @@ class Certificate(BaseModel):
         return bool(compared) and not any(one.differs for one in compared)
 
 
-class Computes(Protocol):
-    """An engine. Each method gives one run of each sequence."""
-
-    name: str
-
-    def weights(self) -> str:
-        """Their fingerprint."""
-        ...
-
-    def alone(self, sequences: Sequence[list[int]]) -> list[Run]:
-        """Each in a batch of its own."""
-        ...
-
-    def together(self, sequences: Sequence[list[int]]) -> list[Run]:
-        """All at once, as far as the engine takes them."""
-        ...
-
-    def in_parts(self, sequences: Sequence[list[int]]) -> list[Run] | str:
-        """Prefilled in two parts; or why that is not."""
-        ...
-
-    def decoded(self, prompts: Sequence[list[int]], tokens: int) -> list[Run]:
-        """So many greedy tokens behind each; the last one is not computed further, and is no part of the run."""
-        ...
-
-    def update(self) -> str:
-        """The same weights are loaded again; or why not."""
-        ...
-
-
-def certify(engine: Computes, prompts: list[list[int]]) -> Certificate:
+def certify(engine: Served | InProcess, prompts: list[list[int]]) -> Certificate:
     """Run every condition that the engine allows. Raises InputError where it does not answer."""
     alone = engine.alone(prompts)
     results = [_result("alone", alone), _result("again", engine.alone(prompts), alone)]
@@ -140,9 +110,10 @@ def certify(engine: Computes, prompts: list[list[int]]) -> Certificate:
     )
 
 
-def check(certificate: Certificate, engine: Computes) -> list[tuple[Condition, Place | str]]:
-    """Run all of it again on another engine: the conditions that do not give the bits of the certificate, with the place
-    or the reason. Taps of names that only one engine has are left out; logits all have.
+def check(certificate: Certificate, engine: Served | InProcess) -> list[tuple[Condition, Place | str]]:
+    """Run all of it again: the conditions that do not give the bits of the certificate, with the place or the reason.
+
+    Taps of names that only one engine has are left out; logits all have.
 
     Raises InputError where the engine has other weights.
     """
@@ -175,7 +146,7 @@ def _changed(told: Result, now: Result) -> Place | str | None:
         for token, (one, other) in enumerate(zip(mine, theirs, strict=True))
         if one != other
     ]
-    sequence, token = rows[0] if rows else (0, 0)
+    sequence, token = rows[0] if rows else (None, None)
     return Place(sequence=sequence, token=token, tap=taps[0], logits=bool(rows))
 
 
@@ -212,7 +183,7 @@ class Served:
     def __init__(self, engine: Engine, folder: str | None = None) -> None:
         self._engine, self._folder, self._facts = engine, folder, engine.facts()
         info = self._facts.info
-        self.name = f"sglang {info.get('sglang')} in {info.get('dtype')}"
+        self.name, self.vocab = f"sglang {info.get('sglang')} in {info.get('dtype')}", self._facts.vocab
 
     def weights(self) -> str:
         """Of those that serve now."""
@@ -262,12 +233,13 @@ class InProcess:
     """A transformers model in this process."""
 
     def __init__(self, trainer: Trainer, dtype: torch.dtype) -> None:
-        self._trainer, self._dtype = trainer, dtype
+        self._model: Any = trainer.model
+        self._dtype, self.vocab = dtype, int(self._model.config.vocab_size)
         self.name = f"transformers {version('transformers')} in {str(dtype).removeprefix('torch.')}"
 
     def weights(self) -> str:
         """As a server tells of the same ones."""
-        return fingerprint(digests(self._trainer.model.named_parameters(), self._dtype))
+        return fingerprint(digests(self._model.named_parameters(), self._dtype))
 
     def alone(self, sequences: Sequence[list[int]]) -> list[Run]:
         """One pass each."""
@@ -292,16 +264,16 @@ class InProcess:
     def _runs(self, sequences: Sequence[list[int]], parts: list[int], decode: int = 0) -> list[Run]:
         from transformers import DynamicCache
 
-        model, cache = self._trainer.model, DynamicCache()
-        ids = torch.tensor([*sequences])
+        cache, ids, start = DynamicCache(), torch.tensor([*sequences]), 0
         hashes: list[Hashes] = [{} for _ in sequences]
-        sizes, start = [*parts, *[1] * decode], 0
+        logits = torch.empty(0)
+        sizes = [*parts, *[1] * decode]
         for size in sizes:
-            if start >= ids.shape[1]:
+            if start == ids.shape[1]:
                 ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
             recorder = Recorder()
-            with torch.no_grad(), watched(model, size * len(ids), recorder):
-                logits = model(ids[:, start : start + size], past_key_values=cache, use_cache=True).logits
+            with torch.no_grad(), watched(self._model, size * len(ids), recorder):
+                logits = self._model(ids[:, start : start + size], past_key_values=cache, use_cache=True).logits
             for (name, which), value in recorder.values().items():
                 rows = row_hashes(value)
                 for index, own in enumerate(hashes):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from mismatch_plugin.bisect.certify import Certificate, Computes, Place
+    from mismatch_plugin.bisect.certify import Certificate, Place
     from mismatch_plugin.bisect.verdict import Step, Verdict
 
 CANNOT = 2
@@ -56,11 +56,8 @@ def bisect(
         engine = Engine(url)
         facts = engine.facts()
         kind = getattr(torch, dtype.value) if dtype is not None else facts.dtype
-        if megatron is None:
-            trainer = from_checkpoint(checkpoint, kind)
-        else:
-            trainer = from_function(megatron, checkpoint, kind)
-        given = read_ids(ids, tokens, trainer.vocab)
+        trainer = from_checkpoint(checkpoint, kind) if megatron is None else from_function(megatron, checkpoint, kind)
+        given = read_ids(ids, tokens, facts.vocab)
         verdict = compare(trainer, engine.capture(given), facts.dtype)
     except InputError as error:
         typer.echo(f"cannot bisect: {error}", err=True)
@@ -105,7 +102,10 @@ def lines(verdict: Verdict) -> list[str]:
             told.append(f"And {len(verdict.jumps) - 9} more.")
         told.append(f"Together these explain {verdict.explained:.0%} of the gap.")
     told += ["", "Largest of the others:"]
-    told += [f"  {_place(step)}: {step.ratio:.1e} of {step.allowed:.1e} that {step.dtype} explains" for step in verdict.largest]
+    told += [
+        f"  {_place(step)}: {step.ratio:.1e} of {step.allowed:.1e} that {step.dtype} explains"
+        for step in verdict.largest
+    ]
     return told
 
 
@@ -157,7 +157,6 @@ def certify(
             raise InputError("give either --url or --checkpoint: a certificate is of one engine.")
         if update is not None and url is None:
             raise InputError(f"--update {update} is for a server: give --url, or leave it out.")
-        engine: Computes
         if checkpoint is not None:
             kind = getattr(torch, dtype.value)
             engine = of.InProcess(from_checkpoint(checkpoint, kind), kind)
@@ -196,13 +195,15 @@ def _conditions(certificate: Certificate) -> list[str]:
         if one.not_run:
             told.append(f"  {one.condition:8} not run: {one.not_run}")
         else:
-            told.append(f"  {one.condition:8} {'equal to the last bit' if one.differs is None else _where(one.differs)}")
+            told.append(
+                f"  {one.condition:8} {'equal to the last bit' if one.differs is None else _where(one.differs)}"
+            )
     return told
 
 
 def _where(place: Place) -> str:
-    logits = "" if place.logits else "; the logits are equal all the same"
-    return f"differs first at {place.tap}, sequence {place.sequence}, token {place.token}{logits}"
+    at = "" if place.token is None else f", sequence {place.sequence}, token {place.token}"
+    return f"differs first at {place.tap}{at}" + ("" if place.logits else "; the logits are equal all the same")
 
 
 def _checked(told: list[tuple[Any, Place | str]]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,47 +63,48 @@ def from_function(spec: str, folder: Path, dtype: torch.dtype) -> Trainer:
 
 
 class Facts(NamedTuple):
-    """What a server tells of itself. info: our plugin's part."""
+    """What a server tells of itself. vocab: ids that it knows. chunk: tokens that it prefills at once, None for all.
+    info: our plugin's part."""
 
     vocab: int
     chunk: int | None
-    info: dict[str, Any]
+    info: Mapping[str, Any]
 
     @property
     def dtype(self) -> torch.dtype:
         """In which it computes."""
-        return getattr(torch, str(self.info.get("dtype")), torch.float32)
+        return getattr(torch, str(self.info.get("dtype")))
 
 
 class Engine:
-    """A server at `url`. Each method is one request or a few; none changes it."""
+    """A server at `url`. Only `update` changes it. Every method raises InputError where it does not answer, or where
+    its modules cannot be watched."""
 
     def __init__(self, url: str) -> None:
-        self.url = url
+        self.url, self._name = url, f"the server at {shown(url)}"
 
     def facts(self) -> Facts:
-        """Raises InputError where its modules cannot be watched."""
+        """Refuses a server without the plugin, and one whose modules are spread over several ranks."""
         told = self._ask("GET", "/server_info", None)
-        vocab = self._ask("GET", "/model_info", None).get("vocab_size") or told.get("vocab_size") or 0
         states = states_of(told)
         if not states:
             raise InputError(
-                f"the server at {shown(self.url)} runs without this plugin: pip install --no-deps mismatch-plugin "
-                "where it runs, and start it again."
+                f"{self._name} runs without this plugin: pip install --no-deps mismatch-plugin in its environment, "
+                "and start it again."
             )
-        info = dict(states[0])
-        for name, what in (("tp_size", "tensor"), ("pp_size", "pipeline"), ("ep_size", "expert")):
-            if info.get(name, 1) != 1:
+        for key, what in (("tp_size", "tensor"), ("pp_size", "pipeline"), ("ep_size", "expert")):
+            if states[0].get(key, 1) != 1:
                 raise InputError(
-                    f"the server at {shown(self.url)} runs with {name} {info[name]}, and of {what} parallelism one "
-                    f"rank's modules hold a part: start one with {name} 1."
+                    f"{self._name} runs with {key} {states[0][key]}: under {what} parallelism each rank holds a part "
+                    f"of a module's output; start one with {key} 1."
                 )
         chunk = told.get("chunked_prefill_size")
-        return Facts(int(vocab), chunk if isinstance(chunk, int) and chunk > 0 else None, info)
+        ((_, first),) = self.generate([[0, 1]], {"modules": ""})
+        return Facts(first["vocab"], chunk if isinstance(chunk, int) and chunk > 0 else None, states[0])
 
     def capture(self, ids: list[int]) -> Capture:
-        """All values of one prefill, in as many requests as their size needs. Raises InputError."""
-        first, log_probs = self.tapped(ids)
+        """All values of one prefill, in as many requests as their size needs."""
+        ((answer, first),) = self.generate([ids], {})
         sizes: dict[str, int] = {}
         for (name, _), size in zip(first["taps"], first["bytes"], strict=True):
             sizes[name] = sizes.get(name, 0) + size
@@ -114,34 +115,42 @@ class Engine:
             buckets[-1].append(name)
         values: dict[Tap, Tensor] = {}
         for names in buckets:
-            told, _ = self.tapped(ids, modules=" ".join(names))
+            ((_, told),) = self.generate([ids], {"modules": " ".join(names)})
             pairs = zip(told["taps"], told["values"], strict=True)
             values |= {(name, which): unpack(value) for (name, which), value in pairs if value is not None}
-        order = [(name, which) for name, which in first["taps"]]
-        return Capture(ids, from_json(first["modules"]), {tap: values[tap] for tap in order}, log_probs)
-
-    def tapped(self, ids: list[int], form: str = "values", **asked: str) -> tuple[dict[str, Any], Tensor]:
-        """What the plugin says of one prefill (`sglang.plugin.taps`), and the log-probs of ids[1:]. Raises InputError."""
-        (answer,) = self.generate([ids], {"form": form, **asked})
-        told = (answer.get("meta_info") or {}).get(KEY) or [None]
-        if not isinstance(told[0], dict):
-            raise InputError(f"the server at {shown(self.url)} tells nothing of its modules: its plugin is too old.")
-        if "error" in told[0]:
-            raise InputError(f"the server at {shown(self.url)} cannot be watched: {told[0]['error']}.")
-        return told[0], torch.from_numpy(parse_prompt_log_probs(answer, ids)[1:].copy())
+        in_order = {(name, which): values[name, which] for name, which in first["taps"]}
+        log_probs = torch.from_numpy(parse_prompt_log_probs(answer, ids)[1:].copy())
+        return Capture(ids, from_json(first["modules"]), in_order, log_probs)
 
     def generate(
-        self, sequences: Sequence[list[int]], taps: dict[str, str], max_new_tokens: int = 0
-    ) -> list[dict[str, Any]]:
-        """The answers to one request with these sequences, greedy, with the log-probs of what is in them."""
-        sampling = {"temperature": 1.0, "top_k": 1, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+        self, sequences: Sequence[list[int]], taps: dict[str, str], new_tokens: int = 0
+    ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """One request with these sequences, greedy: of each the reply, and what the plugin says of its modules.
+
+        taps: what is asked for (`sglang.plugin.taps`).
+        """
+        sampling = {"temperature": 1.0, "top_k": 1, "max_new_tokens": new_tokens, "ignore_eos": True}
         body = {
             "input_ids": sequences,
-            "sampling_params": {**sampling, "custom_params": {KEY: taps}},
+            "sampling_params": {**sampling, "custom_params": {KEY: {"form": "values", **taps}}},
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        return self._ask("POST", "/generate", body)
+        found = []
+        for answer in self._ask("POST", "/generate", body):
+            told = (answer.get("meta_info") or {}).get(KEY)
+            if not told:
+                raise InputError(f"{self._name} tells nothing of its modules: the plugin there is too old, or off.")
+            if "error" in told[0]:
+                raise InputError(f"{self._name} cannot be watched: {told[0]['error']}.")
+            found.append((answer, told[0]))
+        return found
+
+    def update(self, folder: str) -> None:
+        """Load the checkpoint that the server finds at `folder`."""
+        told = self._ask("POST", "/update_weights_from_disk", {"model_path": folder})
+        if not told.get("success"):
+            raise InputError(f"{self._name} did not load {folder}: {told.get('message')}.")
 
     def _ask(self, method: str, path: str, body: Any) -> Any:
         async def ask() -> Any:
@@ -154,4 +163,4 @@ class Engine:
         try:
             return asyncio.run(ask())
         except (RequestError, ValueError) as error:
-            raise InputError(f"the server at {shown(self.url)} does not answer: {error}") from None
+            raise InputError(f"{self._name} does not answer: {error}") from None

@@ -38,7 +38,10 @@ def pair(server: Capture, trainer: Capture) -> list[Pair]:
     Raises InputError where most weights differ: what comes out then says nothing of the modules.
     """
     found = _same_digest(server, trainer, [])
-    found += [Pair(one.trainer, one.server) for one in _same_digest(trainer, server, [p[1::-1] for p in found])]
+    found += [
+        Pair(one.trainer, one.server)
+        for one in _same_digest(trainer, server, [(one.trainer, one.server) for one in found])
+    ]
     other = _same_place(server, trainer, found)
     if len(other) > len(found):
         raise InputError(
@@ -67,7 +70,9 @@ def _place(name: str) -> str:
     return place_of(f"{name}.weight")
 
 
-def _same_digest(whole: Capture, parts: Capture, paired: Sequence[Sequence[tuple[str, ...]]]) -> list[Pair]:
+def _same_digest(
+    whole: Capture, parts: Capture, paired: Sequence[tuple[tuple[str, ...], tuple[str, ...]]]
+) -> list[Pair]:
     """Pairs of one module of `whole` with one or several of `parts`. paired: what is so already, as names of each."""
     modules = [*parts.modules.values()]
     used = {name for _, names in paired for name in names}
@@ -93,14 +98,19 @@ def _same_digest(whole: Capture, parts: Capture, paired: Sequence[Sequence[tuple
             place = _place(name)
             run = min(runs, key=lambda run: (_place(run[0]) != place, len(run), order.get(run[0], len(order))))
             used.update(run)
-            found.append(Pair((name,), run))
+            rows, theirs = _rows(parts, run), module.rows
+            other = len(run) > 1 and rows != theirs and sorted(rows) == sorted(theirs)
+            found.append(Pair((name,), run, "its rows are those of another part" if other else ""))
     return found
 
 
 def _same_place(server: Capture, trainer: Capture, found: Sequence[Pair]) -> list[Pair]:
     """Pairs of what runs, has weights, and has no pair of the same ones."""
     sides: list[dict[str, list[Module]]] = []
-    for capture, used in ((server, {n for p in found for n in p.server}), (trainer, {n for p in found for n in p.trainer})):
+    for capture, used in (
+        (server, {n for p in found for n in p.server}),
+        (trainer, {n for p in found for n in p.trainer}),
+    ):
         places: dict[str, list[Module]] = defaultdict(list)
         for name in _execution(capture):
             if name not in used and name in capture.modules and capture.modules[name].parameters:
@@ -108,7 +118,11 @@ def _same_place(server: Capture, trainer: Capture, found: Sequence[Pair]) -> lis
         sides.append(places)
     theirs, ours = sides
     return [
-        Pair(tuple(one.name for one in theirs[place]), tuple(one.name for one in ours[place]), _why(theirs[place], ours[place]))
+        Pair(
+            tuple(one.name for one in theirs[place]),
+            tuple(one.name for one in ours[place]),
+            _why(theirs[place], ours[place]),
+        )
         for place in theirs
         if place in ours
     ]
@@ -137,7 +151,8 @@ def reference(pairs: Sequence[Pair], server: Capture, trainer: Capture) -> dict[
     What only one side has, or what has another width there, is left out.
     """
     found: dict[Tap, Tensor] = {}
-    for names, own, _ in pairs:
+    for one in pairs:
+        names, own = one.server, one.trainer
         for which in ("input", "routing"):
             value = server.values.get((names[0], which))
             for name in own:
@@ -150,8 +165,8 @@ def reference(pairs: Sequence[Pair], server: Capture, trainer: Capture) -> dict[
             continue
         whole = torch.cat([value for value in outputs if value is not None], -1)
         widths = [value.shape[-1] for value in mine if value is not None]
-        rows = [[row for name in side for row in _rows(capture, name)] for side, capture in ((names, server), (own, trainer))]
-        whole = whole[:, _order(*rows, whole.shape[-1])]
+        if len(names) == len(own) == 1:  # both fuse, and one of them may interleave heads
+            whole = whole[:, _order(_rows(server, names), _rows(trainer, own), whole.shape[-1])]
         if whole.shape[-1] > sum(widths) and len(own) == 1:  # a vocabulary that is padded
             whole = whole[:, : widths[0]]
         if whole.shape[-1] == sum(widths):
@@ -159,9 +174,8 @@ def reference(pairs: Sequence[Pair], server: Capture, trainer: Capture) -> dict[
     return found
 
 
-def _rows(capture: Capture, name: str) -> list[int]:
-    module = capture.modules.get(name)
-    return module.rows if module is not None else []
+def _rows(capture: Capture, names: Sequence[str]) -> list[int]:
+    return [row for name in names if name in capture.modules for row in capture.modules[name].rows]
 
 
 def _order(theirs: list[int], ours: list[int], width: int) -> list[int]:

@@ -139,7 +139,7 @@ def watched(model: nn.Module, tokens: int, visit: Visit) -> Iterator[None]:
             if names.get(module) == name:
                 calls = _watching(name, module, tokens, visit)
                 stack.enter_context(_replaced(module, "forward", calls))
-        processor = getattr(model, "logits_processor", None)
+        processor: Any = getattr(model, "logits_processor", None)
         if hasattr(processor, "_get_logits"):
             calls = _watching_logits(processor._get_logits, visit)
             stack.enter_context(_replaced(processor, "_get_logits", calls))
@@ -214,7 +214,8 @@ def _attention_function(model: nn.Module, names: Mapping[Any, str], tokens: int,
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         name = names.get(module)
-        heads = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        length = query.shape[2]  # keys and values of a cache are before it
+        heads = tuple(part[:, :, -length:].transpose(1, 2) for part in (query, key, value))
         seen = name is not None and all(_is_rows(part, tokens) for part in heads)
         if seen:
             visit(f"{name}{ATTENTION}", "input", View(heads, tokens))
@@ -267,9 +268,7 @@ class Recorder:
 
     def values(self) -> dict[Tap, Tensor]:
         """In the order of execution; meta tensors of names that are not kept."""
-        return {
-            tap: torch.cat(parts) for tap, parts in self._seen.items() if tap[0] == HEAD or len(parts) == 1
-        }
+        return {tap: torch.cat(parts) for tap, parts in self._seen.items() if tap[0] == HEAD or len(parts) == 1}
 
 
 def record(model: nn.Module, ids: list[int], call: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Capture:

@@ -23,13 +23,13 @@ from mismatch_plugin.sglang.fingerprints import place_of
 
 ALLOWED = 8.0
 """Norm ratio in units of the dtype's epsilon that another order of additions and one more rounding explain."""
-_MOST_PARTS = 48
+_MOST_PARTS, _SMALLEST = 48, 1e-300
 _NEAR_TIE = 16.0
 """Two experts whose router logits are so many epsilons of the largest logit apart are equal but for rounding."""
 
 
 class Step(BaseModel):
-    """One comparison. ratio: ‖trainer − server‖ / ‖server‖, of values that were computed from equal ones. ulp: the
+    """One comparison. ratio: ‖trainer − server‖ / the larger norm, of values that were computed from equal ones. ulp: the
     largest difference of an element, in units in the last place of it or of its row's root mean square. allowed: the
     ratio that the dtype explains. part: of the log-prob gap, None where it was not measured."""
 
@@ -145,11 +145,13 @@ def _steps(trainer: Trainer, pairs: Sequence[Pair], served: Mapping[Tap, Tensor]
 def _difference(mine: Tensor, theirs: Tensor) -> tuple[float, float, torch.dtype]:
     """Norm ratio, largest difference in ulp, and the coarser dtype."""
     dtype = max((mine.dtype, theirs.dtype), key=lambda kind: torch.finfo(kind).eps)
-    exact = theirs.double()
-    apart = (mine.double() - exact).abs()
-    scale = torch.maximum(exact.abs(), exact.square().mean(-1, keepdim=True).sqrt()).clamp_min(1e-300)
+    ours, exact = mine.double(), theirs.double()
+    apart = (ours - exact).abs()
+    size = torch.maximum(ours.abs(), exact.abs())
+    scale = torch.maximum(size, size.square().mean(-1, keepdim=True).sqrt()).clamp_min(_SMALLEST)
     ulp = torch.exp2(scale.log2().floor()) * torch.finfo(dtype).eps
-    return float(apart.norm() / exact.norm().clamp_min(1e-300)), float((apart / ulp).max()), dtype
+    norm = max(float(ours.norm()), float(exact.norm()), _SMALLEST)
+    return float(apart.norm()) / norm, float((apart / ulp).max()), dtype
 
 
 def _router(name: str, served: Mapping[Tap, Tensor]) -> Tensor | None:
@@ -238,10 +240,7 @@ def _parts(
         if index >= _MOST_PARTS and index < len(jumps) - 1:
             found.append(step)
             continue
-        if step.module == "log_probs":
-            now = 0.0
-        else:
-            now = _gap(trainer.log_probs(server.ids, visit), server.log_probs)
+        now = 0.0 if step.module == "log_probs" else _gap(trainer.log_probs(server.ids, visit), server.log_probs)
         found.append(step.model_copy(update={"part": (left - now) / gap}))
         left = now
     return found, 1 - left / gap

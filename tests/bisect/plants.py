@@ -168,7 +168,7 @@ FAULTS: dict[str, Fault] = {
     "dropout": Fault(_dropout, _ATTENTION, "output", "dropout"),
     "fp8 keys and values": Fault(_fp8_keys, _ATTENTION, "output", "keys and values"),
     "router order": Fault(_router_order, f"{_AT}mlp.experts", "routing", "choice of experts", ("qwen3_moe",)),
-    "gate and up": Fault(_gate_and_up, f"{_AT}mlp.gate_proj", "output", "", _DENSE),
+    "gate and up": Fault(_gate_and_up, f"{_AT}mlp.gate_proj", "output", "rows are those of another part", _DENSE),
     "head not tied": Fault(_untied, "lm_head", "output", "its weight differs"),
     "activation": Fault(_activation, f"{_AT}mlp.down_proj", "input", "activation", _DENSE),
     "activation of experts": Fault(_activation, f"{_AT}mlp.experts", "output", "", ("qwen3_moe",)),

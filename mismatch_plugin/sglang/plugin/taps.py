@@ -34,6 +34,7 @@ class Taps:
 
     def __init__(self, scheduler: Any) -> None:
         self._model = scheduler.tp_worker.model_runner.model
+        self._vocab = int(scheduler.model_config.vocab_size)
         self._open = ExitStack()
         self._recorder: Recorder | None = None
         self._rows: list[int] = []  # of each request of the batch
@@ -95,11 +96,10 @@ class Taps:
         if not isinstance(kept, dict) or not kept:
             return {"error": kept or "no module's Python code ran: start the server with --disable-cuda-graph"}
         values = {tap: torch.cat(parts) for tap, parts in kept.items()}
-        taken: dict[str, Any] = {"forwards": getattr(req, _FORWARDS, [])}
+        taken: dict[str, Any] = {"vocab": self._vocab, "forwards": getattr(req, _FORWARDS, [])}
         taken |= {"taps": [list(tap) for tap in values], "bytes": [value.nbytes for value in values.values()]}
         if asked.get("form") == "hashes":
             return {**taken, "hashes": [row_hashes(value) for value in values.values()]}
         if "modules" not in asked:
             return {**taken, "modules": to_json(describe(self._model))}
         return {**taken, "values": [None if value.is_meta else pack(value) for value in values.values()]}
-

@@ -1,0 +1,112 @@
+"""Planted faults are named and clean pairs are not; a model of transformers stands for the server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mismatch_plugin.bisect.engines import Trainer
+from mismatch_plugin.bisect.pairing import pair, reference
+from mismatch_plugin.bisect.taps import Capture, Module, from_json, pack, record, to_json, unpack
+from mismatch_plugin.bisect.verdict import Verdict, bisect
+from mismatch_plugin.data.read import InputError
+from tests.bisect.plants import FAMILIES, FAULTS, IDS, Family, tiny, trainer_of
+
+
+FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
+FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+
+
+def fused(name: str) -> str:
+    stem, _, leaf = name.rpartition(".")
+    return f"{stem}.{FUSED[leaf]}" if leaf in FUSED else name
+
+
+def served(trainer: Trainer, dtype: torch.dtype = torch.float32) -> Capture:
+    """What a server with this model tells, through the form in which it is sent: it fuses, and names things its way."""
+    own = record(trainer.model, IDS, trainer.call, dtype)
+    found = Capture(IDS, {}, {}, own.log_probs)
+    parts: dict[str, list[Module]] = {}
+    for module in own.modules.values():
+        parts.setdefault(fused(module.name), []).append(module)
+    for name, modules in parts.items():
+        sums = {
+            leaf: (sum(one.parameters[leaf][0] for one in modules) % 2**64, *first[1:])
+            for leaf, first in modules[0].parameters.items()
+        }
+        found.modules[name] = Module(name, sums, [row for one in modules for row in one.rows])
+    by_place = sorted(
+        own.values, key=lambda tap: tap[0].endswith(("k_proj", "up_proj")) + 2 * tap[0].endswith("v_proj")
+    )
+    outputs = {
+        name: [own.values[tap] for tap in by_place if fused(tap[0]) == name and tap[1] == "output"] for name in parts
+    }
+    for (name, which), value in own.values.items():
+        joined = which == "output" and name in own.modules
+        found.values.setdefault((fused(name), which), torch.cat(outputs[fused(name)], -1) if joined else value)
+    found.modules = from_json(to_json(found.modules))
+    found.values = {tap: unpack(pack(value)) for tap, value in found.values.items()}
+    return found
+
+
+def verdict(family: Family, change: Callable[[Any], None], seed: int = 0) -> Verdict:
+    model = tiny(family, seed)
+    change(model)
+    return bisect(trainer_of(model), served(trainer_of(tiny(family, seed))), torch.float32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_planted_faults_are_named_and_explain_the_gap(family: Family) -> None:
+    faults = {name: fault for name, fault in FAULTS.items() if family in fault.families}
+    assert len(faults) == 12
+    for name, fault in faults.items():
+        found = verdict(family, fault.plant)
+        first = found.first
+        assert first is not None, name
+        assert (first.module, first.which) == (fault.module, fault.which), name
+        assert fault.says in f"{first.what} {first.why}", name
+        assert first.ratio > 10 * first.allowed and first.ulp > 8, name
+        assert found.explained > 0.9 and found.gap > 0, name
+        assert sum(step.part or 0 for step in found.jumps) == pytest.approx(found.explained), name
+        if name != "RoPE base":  # which all layers have
+            assert len(found.jumps) == 1 and first.part is not None and first.part > 0.9, name
+
+
+def _exact(model: Any) -> None:
+    """Each product of matrices is summed in float64 and rounded once, as kernels of another order might."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            bias = module.bias
+
+            def forward(x: Tensor, weight: Tensor = module.weight, bias: Tensor | None = bias) -> Tensor:
+                wide = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+                return wide.to(x.dtype)
+
+            module.forward = forward
+
+
+def _eager(model: Any) -> None:
+    model.config._attn_implementation = "eager"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_clean_pairs_are_silent(family: Family, dtype: torch.dtype) -> None:
+    """24 pairs: other orders of additions, another attention, and routers whose experts nearly tie."""
+    differ = 0
+    for seed in (1, 2):
+        for kernels in (_exact, _eager):
+            other = tiny(family, seed)
+            kernels(other)
+            theirs = served(trainer_of(other, dtype), dtype)
+            found = bisect(trainer_of(tiny(family, seed), dtype), theirs, dtype)
+            assert not found.jumps, (seed, kernels, found.jumps)
+            assert found.watched > 50 and not (found.unpaired and kernels is _exact)
+            assert found.largest[0].ratio < found.largest[0].allowed / 2
+            differ += found.largest[0].ratio > 0
+    assert differ
