@@ -12,7 +12,7 @@ import hashlib
 import platform
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -82,32 +82,29 @@ class Certificate(BaseModel):
 
 
 def certify(engine: Served | InProcess, prompts: list[list[int]]) -> Certificate:
-    """Run every condition that the engine allows. Raises InputError where it does not answer."""
-    alone = engine.alone(prompts)
-    results = [_result("alone", alone), _result("again", engine.alone(prompts), alone)]
-    together = engine.together(prompts)
-    whole = [(one, base) for one, base in zip(together, alone, strict=True) if len(one.forwards) == 1]
-    if any(one.forwards[0][1] > 1 for one, _ in whole):
-        results.append(_result("batch", *map(list, zip(*whole, strict=True))))
-    else:
-        results.append(Result(condition="batch", not_run="the engine computed each sequence by itself"))
-    cut = [(one, base) for one, base in zip(together, alone, strict=True) if len(one.forwards) > 1]
-    parts = engine.in_parts(prompts)
-    if cut or not isinstance(parts, str):
-        pairs = cut if isinstance(parts, str) else [*zip(parts, alone, strict=True)]
-        results.append(_result("chunked", *map(list, zip(*pairs, strict=True))))
-    else:
-        results.append(Result(condition="chunked", not_run=parts))
-    decoded = engine.decoded([ids[: len(ids) // 2] for ids in prompts], len(prompts[0]) // 2)
-    results.append(_result("decode", decoded, engine.alone([one.ids for one in decoded])))
-    if problem := engine.update():
-        results.append(Result(condition="update", not_run=problem))
-    else:
-        results.append(_result("update", engine.alone(prompts), alone))
+    """Run every condition that the engine allows. prompts: of one length. Raises InputError where it cannot answer."""
+    alone: dict[tuple[int, ...], Run] = {}
+    results = []
+    for condition in get_args(Condition):
+        runs = engine.run(condition, prompts)
+        if isinstance(runs, str):
+            results.append(Result(condition=condition, not_run=runs))
+            continue
+        for run in runs:
+            if (ids := tuple(run.ids)) not in alone:
+                alone[ids] = run if condition == "alone" else engine.alone([run.ids])[0]
+        results.append(
+            Result(
+                condition=condition,
+                differs=_first(runs, [alone[tuple(run.ids)] for run in runs]),
+                ids=[run.ids for run in runs],
+                taps={tap: _hash(one for run in runs for one in run.hashes[tap]) for tap in runs[0].hashes},
+                tokens=[run.hashes[LOGITS] for run in runs],
+            )
+        )
     made_on = f"{platform.machine()}, torch {torch.__version__}, mismatch-plugin {version('mismatch-plugin')}"
-    return Certificate(
-        engine=engine.name, made_on=made_on, fingerprint=engine.weights(), prompts=prompts, results=results
-    )
+    weights = engine.weights()
+    return Certificate(engine=engine.name, made_on=made_on, fingerprint=weights, prompts=prompts, results=results)
 
 
 def check(certificate: Certificate, engine: Served | InProcess) -> list[tuple[Condition, Place | str]]:
@@ -150,17 +147,6 @@ def _changed(told: Result, now: Result) -> Place | str | None:
     return Place(sequence=sequence, token=token, tap=taps[0], logits=bool(rows))
 
 
-def _result(condition: Condition, runs: list[Run], alone: list[Run] | None = None) -> Result:
-    taps = {tap: _hash(h for run in runs for h in run.hashes[tap]) for tap in runs[0].hashes}
-    return Result(
-        condition=condition,
-        differs=None if alone is None else _first(runs, alone),
-        ids=[run.ids for run in runs],
-        taps=taps,
-        tokens=[run.hashes[LOGITS] for run in runs],
-    )
-
-
 def _first(runs: Sequence[Run], alone: Sequence[Run]) -> Place | None:
     """Where they differ first; a tap that is computed first, whichever sequence it is of."""
     for tap in alone[0].hashes:
@@ -178,52 +164,51 @@ def _hash(parts: Iterable[str]) -> str:
 
 
 class Served:
-    """An SGLang server. folder: of a checkpoint that it can read, for `update`."""
+    """An SGLang server. folder: of the checkpoint that serves, where the server can read it, for `update`."""
 
     def __init__(self, engine: Engine, folder: str | None = None) -> None:
-        self._engine, self._folder, self._facts = engine, folder, engine.facts()
-        info = self._facts.info
-        self.name, self.vocab = f"sglang {info.get('sglang')} in {info.get('dtype')}", self._facts.vocab
+        self._engine, self._folder, facts = engine, folder, engine.facts()
+        self.vocab, self._chunk = facts.vocab, facts.chunk
+        self.name = f"sglang {facts.info.get('sglang')} in {facts.info.get('dtype')}"
 
     def weights(self) -> str:
-        """Of those that serve now."""
+        """The fingerprint of those that serve now."""
         return str(self._engine.facts().info.get("fingerprint"))
 
+    def run(self, condition: Condition, sequences: Sequence[list[int]]) -> list[Run] | str:
+        """Of those sequences that are computed under this condition; or why none is."""
+        if condition == "update":
+            if self._folder is None:
+                return "give --update FOLDER"
+            self._engine.update(self._folder)
+        if condition in ("batch", "chunked"):
+            runs = self._runs(sequences)
+            if condition == "chunked":
+                total = sum(map(len, sequences))
+                few = f"the server prefills {self._chunk or 'any number of'} tokens at once, and {total} were sent"
+                return [run for run in runs if len(run.forwards) > 1] or few
+            return [run for run in runs if len(run.forwards) == 1 < run.forwards[0][1]] or "no two came into one batch"
+        if condition == "decode":
+            half = len(sequences[0]) // 2
+            return [run for ids in sequences for run in self._runs([ids[:half]], half)]
+        return self.alone(sequences)
+
     def alone(self, sequences: Sequence[list[int]]) -> list[Run]:
-        """One request after the other."""
-        runs = [run for ids in sequences for run in self._runs([ids], 0)]
+        """Each in a request of its own."""
+        runs = [run for ids in sequences for run in self._runs([ids])]
         if any(len(run.forwards) > 1 for run in runs):
             raise InputError(
-                f"{len(runs[0].ids)} tokens are prefilled in parts, since the server's chunked_prefill_size is "
-                f"{self._facts.chunk}: give fewer --tokens."
+                f"the server prefills {self._chunk} tokens at once, fewer than a sequence: lower --tokens."
             )
         return runs
 
-    def together(self, sequences: Sequence[list[int]]) -> list[Run]:
-        """One request with all of them."""
-        return self._runs(sequences, 0)
-
-    def in_parts(self, sequences: Sequence[list[int]]) -> str:
-        """What a batch above the server's chunk size does by itself."""
-        tokens = sum(map(len, sequences))
-        return f"chunked_prefill_size is {self._facts.chunk}, and all prompts together have {tokens} tokens"
-
-    def decoded(self, prompts: Sequence[list[int]], tokens: int) -> list[Run]:
-        """One request after the other."""
-        return [run for ids in prompts for run in self._runs([ids], tokens)]
-
-    def update(self) -> str:
-        """From disk, if there is a folder."""
-        if self._folder is None:
-            return "no --update FOLDER was given"
-        self._engine.update(self._folder)
-        return ""
-
-    def _runs(self, sequences: Sequence[list[int]], tokens: int) -> list[Run]:
+    def _runs(self, sequences: Sequence[list[int]], tokens: int = 0) -> list[Run]:
+        """One request with all of them. tokens: that are decoded; the last one goes through no module."""
         runs = []
-        answers = self._engine.generate(sequences, {"form": "hashes"}, tokens)
-        for ids, (answer, told) in zip(sequences, answers, strict=True):
-            new = list(answer.get("output_ids") or [])[: max(0, tokens - 1)] if tokens else []
+        for ids, (answer, told) in zip(
+            sequences, self._engine.generate(sequences, {"form": "hashes"}, tokens), strict=True
+        ):
+            new = answer["output_ids"][: tokens - 1] if tokens else []
             hashes = {f"{name} {which}": rows for (name, which), rows in zip(told["taps"], told["hashes"], strict=True)}
             runs.append(Run([*ids, *new], hashes, [(rows, requests) for rows, requests in told["forwards"]]))
         return runs
@@ -238,37 +223,35 @@ class InProcess:
         self.name = f"transformers {version('transformers')} in {str(dtype).removeprefix('torch.')}"
 
     def weights(self) -> str:
-        """As a server tells of the same ones."""
+        """The fingerprint, as a server tells it of the same weights."""
         return fingerprint(digests(self._model.named_parameters(), self._dtype))
 
+    def run(self, condition: Condition, sequences: Sequence[list[int]]) -> list[Run] | str:
+        """Of each sequence; or why it cannot be."""
+        length = len(sequences[0])
+        if condition == "update":
+            return "only a server's weights are updated"
+        if condition == "batch":
+            return self._runs(sequences, [length])
+        if condition == "decode":
+            parts = [length // 2, *[1] * (length // 2 - 1)]
+            return [run for ids in sequences for run in self._runs([ids[: length // 2]], parts)]
+        if condition == "chunked":
+            return [run for ids in sequences for run in self._runs([ids], [length // 3, length - length // 3])]
+        return self.alone(sequences)
+
     def alone(self, sequences: Sequence[list[int]]) -> list[Run]:
-        """One pass each."""
+        """Each in a pass of its own."""
         return [run for ids in sequences for run in self._runs([ids], [len(ids)])]
 
-    def together(self, sequences: Sequence[list[int]]) -> list[Run]:
-        """One pass; they must be of one length."""
-        return self._runs(sequences, [len(sequences[0])])
-
-    def in_parts(self, sequences: Sequence[list[int]]) -> list[Run]:
-        """A third, and the rest with its keys and values."""
-        return [run for ids in sequences for run in self._runs([ids], [len(ids) // 3, len(ids) - len(ids) // 3])]
-
-    def decoded(self, prompts: Sequence[list[int]], tokens: int) -> list[Run]:
-        """Greedily."""
-        return [run for ids in prompts for run in self._runs([ids], [len(ids)], tokens - 1)]
-
-    def update(self) -> str:
-        """Nothing to update."""
-        return "only a server's weights are updated"
-
-    def _runs(self, sequences: Sequence[list[int]], parts: list[int], decode: int = 0) -> list[Run]:
+    def _runs(self, sequences: Sequence[list[int]], parts: list[int]) -> list[Run]:
+        """All at once, a part behind the other; greedy tokens where the sequences end before the parts do."""
         from transformers import DynamicCache
 
         cache, ids, start = DynamicCache(), torch.tensor([*sequences]), 0
         hashes: list[Hashes] = [{} for _ in sequences]
         logits = torch.empty(0)
-        sizes = [*parts, *[1] * decode]
-        for size in sizes:
+        for size in parts:
             if start == ids.shape[1]:
                 ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
             recorder = Recorder()
@@ -279,5 +262,4 @@ class InProcess:
                 for index, own in enumerate(hashes):
                     own.setdefault(f"{name} {which}", []).extend(rows[index * size : (index + 1) * size])
             start += size
-        forwards = [(size, len(sequences)) for size in sizes]
-        return [Run(row.tolist(), own, forwards) for row, own in zip(ids, hashes, strict=True)]
+        return [Run(row.tolist(), own, [(n, len(ids)) for n in parts]) for row, own in zip(ids, hashes, strict=True)]

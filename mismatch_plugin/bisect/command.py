@@ -57,7 +57,7 @@ def bisect(
         facts = engine.facts()
         kind = getattr(torch, dtype.value) if dtype is not None else facts.dtype
         trainer = from_checkpoint(checkpoint, kind) if megatron is None else from_function(megatron, checkpoint, kind)
-        given = read_ids(ids, tokens, facts.vocab)
+        given = drawn(facts.vocab, 1, tokens)[0] if ids is None else read_ids(ids, facts.vocab)
         verdict = compare(trainer, engine.capture(given), facts.dtype)
     except InputError as error:
         typer.echo(f"cannot bisect: {error}", err=True)
@@ -66,26 +66,25 @@ def bisect(
     raise typer.Exit(1 if verdict.jumps else 0)
 
 
-def read_ids(path: Path | None, tokens: int, vocab: int, count: int = 0) -> Any:
-    """One list of ids from the file, or drawn; `count` lists if that is given. Raises InputError."""
-    import numpy as np
-
+def read_ids(path: Path, vocab: int) -> list[int]:
+    """Raises InputError."""
     from mismatch_plugin.data.read import InputError
 
-    if path is None:
-        drawn = np.random.default_rng(0).integers(0, vocab, (max(1, count), tokens)).tolist()
-        return drawn if count else drawn[0]
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"--ids {path} cannot be read: {error}") from None
-    rows = found if count and isinstance(found, list) and all(isinstance(row, list) for row in found) else [found]
-    for row in rows:
-        if not isinstance(row, list) or len(row) < 2 or not all(type(one) is int and 0 <= one < vocab for one in row):
-            raise InputError(f"--ids {path} wants a JSON list of at least two ids from 0 to {vocab - 1}.")
-    if len({len(row) for row in rows}) > 1:
-        raise InputError(f"--ids {path} holds lists of different lengths: cut them to one length.")
-    return rows if count else rows[0]
+    known = isinstance(found, list) and all(type(one) is int and 0 <= one < vocab for one in found)
+    if not known or len(found) < 2:
+        raise InputError(f"--ids {path} wants a JSON list of at least two ids from 0 to {vocab - 1}.")
+    return found
+
+
+def drawn(vocab: int, sequences: int, tokens: int) -> list[list[int]]:
+    """The same ids every time."""
+    import numpy as np
+
+    return np.random.default_rng(0).integers(0, vocab, (sequences, tokens)).tolist()
 
 
 def lines(verdict: Verdict) -> list[str]:
@@ -129,9 +128,6 @@ def certify(
         Path | None, typer.Option("--check", metavar="FILE", help="Compute a certificate again, and compare.")
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="Where the certificate is written.")] = Path("certificate.json"),
-    ids: Annotated[
-        Path | None, typer.Option("--ids", metavar="FILE", help="A JSON list of lists of ids, of one length.")
-    ] = None,
     sequences: Annotated[int, typer.Option(min=2, help="How many are drawn.")] = 4,
     tokens: Annotated[int, typer.Option(min=6, help="Ids of each that is drawn.")] = 48,
     update: Annotated[
@@ -166,7 +162,7 @@ def certify(
             told = of.check(read_certificate(check), engine)
             typer.echo("\n".join(_checked(told)))
             raise typer.Exit(1 if told else 0)
-        certificate = of.certify(engine, read_ids(ids, tokens, engine.vocab, sequences))
+        certificate = of.certify(engine, drawn(engine.vocab, sequences, tokens))
         out.write_text(certificate.model_dump_json(indent=1) + "\n")
     except (InputError, OSError) as error:
         typer.echo(f"cannot certify: {error}", err=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mismatch_plugin.bisect.taps import Capture, Tap, from_json, log_probs_of, unpack, watched
+from mismatch_plugin.bisect.taps import Capture, Module, Tap, log_probs_of, unpack, watched
 from mismatch_plugin.data.read import InputError
 from mismatch_plugin.sglang.fingerprints import states_of
 from mismatch_plugin.sglang.http import RequestError, Retries, Server, shown
@@ -116,11 +116,11 @@ class Engine:
         values: dict[Tap, Tensor] = {}
         for names in buckets:
             ((_, told),) = self.generate([ids], {"modules": " ".join(names)})
-            pairs = zip(told["taps"], told["values"], strict=True)
-            values |= {(name, which): unpack(value) for (name, which), value in pairs if value is not None}
+            values |= unpack(told["values"])
         in_order = {(name, which): values[name, which] for name, which in first["taps"]}
+        modules = {told[0]: Module(*told) for told in unpack(first["modules"])}
         log_probs = torch.from_numpy(parse_prompt_log_probs(answer, ids)[1:].copy())
-        return Capture(ids, from_json(first["modules"]), in_order, log_probs)
+        return Capture(ids, modules, in_order, log_probs)
 
     def generate(
         self, sequences: Sequence[list[int]], taps: dict[str, str], new_tokens: int = 0

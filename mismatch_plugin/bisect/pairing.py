@@ -137,7 +137,7 @@ def _why(theirs: Sequence[Module], ours: Sequence[Module]) -> str:
         for module in modules:
             if lacking := sorted(leaves - module.parameters.keys()):
                 return f"the {side} {module.name} has no {', '.join(lacking)}"
-            for leaf, (value, _, _) in module.parameters.items():
+            for leaf, value in module.parameters.items():
                 total[leaf] += value
         totals.append(total)
     served, own = totals

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from mismatch_plugin.sglang.fingerprints import Digest, digests, row_digests, written
+from mismatch_plugin.sglang.fingerprints import digests, row_digests
 
 Which = Literal["input", "routing", "output"]
 Tap = tuple[str, Which]
@@ -36,11 +37,6 @@ class View(NamedTuple):
 
     parts: tuple[Tensor, ...]
     tokens: int
-
-    def like(self) -> Tensor:
-        """Of the shape and dtype of what `read` returns, without its numbers."""
-        features = sum(part.numel() for part in self.parts) // self.tokens
-        return torch.empty(self.tokens, features, dtype=self.parts[0].dtype, device="meta")
 
     def read(self) -> Tensor:
         """[T, features], a copy."""
@@ -60,10 +56,6 @@ class Routing(NamedTuple):
     shares: Tensor
     experts: int
 
-    def like(self) -> Tensor:
-        """Of the shape and dtype of what `read` returns, without its numbers."""
-        return torch.empty(len(self.ids), self.experts, dtype=self.shares.dtype, device="meta")
-
     def read(self) -> Tensor:
         """[T, experts]."""
         dense = self.shares.new_zeros(len(self.ids), self.experts)
@@ -81,16 +73,16 @@ Visit = Callable[[str, Which, "View | Routing"], None]
 
 
 class Module(NamedTuple):
-    """A watched module. parameters: its own ones. rows: of its matrix, the digest of each output channel."""
+    """With weights of its own. parameters: the digest of each. rows: of its matrix, that of each output channel."""
 
     name: str
-    parameters: dict[str, Digest]
+    parameters: dict[str, int]
     rows: list[int]
 
     @property
     def digest(self) -> int:
         """Of all its weights together."""
-        return sum(value for value, _, _ in self.parameters.values()) % (1 << 64)
+        return sum(self.parameters.values()) % (1 << 64)
 
 
 @dataclass
@@ -100,44 +92,35 @@ class Capture:
 
     ids: list[int]
     modules: dict[str, Module]
-    values: dict[Tap, Tensor] = field(default_factory=dict)
-    log_probs: Tensor | None = None
-
-
-def is_attention(name: str, module: nn.Module) -> bool:
-    """SGLang's, or megatron-core's. Where it is a function, as in transformers, `_attention_function` watches it."""
-    return type(module).__name__ == "RadixAttention" or name.endswith(".core_attention")
+    values: dict[Tap, Tensor]
+    log_probs: Tensor
 
 
 def describe(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Module]:
-    """Every module with weights of its own, and what makes logits. dtype: weights are rounded to it first."""
-    found = {}
-    for name, module in watched_modules(model):
-        own = dict(module.named_parameters(recurse=False))
-        matrix = [weight for weight in own.values() if weight.dim() == 2]
-        rows = row_digests(matrix[0], dtype) if len(matrix) == 1 else []
-        found[name] = Module(name, digests(own.items(), dtype), rows)
+    """Every module with weights of its own, and the head even if it is the embedding. dtype: weights are rounded to it
+    first."""
+    modules, found = dict(model.named_modules()), {}
+    if isinstance(head := getattr(model, HEAD, None), nn.Module):
+        modules.setdefault(HEAD, head)
+    for name, module in modules.items():
+        if own := dict(module.named_parameters(recurse=False)):
+            matrices = [weight for weight in own.values() if weight.dim() == 2]
+            rows = row_digests(matrices[0], dtype) if len(matrices) == 1 else []
+            sums = {leaf: value for leaf, (value, _, _) in digests(own.items(), dtype).items()}
+            found[name] = Module(name, sums, rows)
     return found
-
-
-def watched_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Also the head of a model whose head is its embedding."""
-    for name, module in model.named_modules():
-        if is_attention(name, module) or next(module.parameters(recurse=False), None) is not None:
-            yield name, module
-    head = getattr(model, HEAD, None)
-    if head is not None and HEAD not in dict(model.named_modules()):
-        yield HEAD, head
 
 
 @contextmanager
 def watched(model: nn.Module, tokens: int, visit: Visit) -> Iterator[None]:
-    """While it holds, each call of a watched module of a batch of so many tokens is told to `visit`."""
+    """While it holds, each call of a module of a batch of so many tokens is told to `visit`."""
     names = {module: name for name, module in model.named_modules()}
     with ExitStack() as stack:
-        for name, module in watched_modules(model):
-            if names.get(module) == name:
-                calls = _watching(name, module, tokens, visit)
+        for module, name in names.items():
+            # SGLang's, or megatron-core's; that of transformers is a function.
+            attention = type(module).__name__ == "RadixAttention" or name.endswith(".core_attention")
+            if attention or next(module.parameters(recurse=False), None) is not None:
+                calls = _watching(name, module, attention, tokens, visit)
                 stack.enter_context(_replaced(module, "forward", calls))
         processor: Any = getattr(model, "logits_processor", None)
         if hasattr(processor, "_get_logits"):
@@ -160,10 +143,10 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, before)
 
 
-def _watching(name: str, module: nn.Module, tokens: int, visit: Visit) -> Callable[..., Any]:
+def _watching(name: str, module: nn.Module, attention: bool, tokens: int, visit: Visit) -> Callable[..., Any]:
     """The module's forward, which tells what goes in and comes out."""
     call = module.forward
-    own, attention = [*module.parameters(recurse=False)], is_attention(name, module)
+    own = [*module.parameters(recurse=False)]
     norm = bool(own) and all(weight.dim() == 1 for weight in own)
     experts = next((weight.shape[0] for weight in own if weight.dim() == 3), 0)
 
@@ -257,17 +240,18 @@ def _routing(given: list[Tensor], experts: int) -> Routing | None:
 
 
 class Recorder:
-    """Keeps what `watched` tells of one forward pass. A module that is called twice in it is left out."""
+    """Keeps what `watched` tells of one forward pass; of names that are not kept, meta tensors."""
 
     def __init__(self, keep: Callable[[str], bool] = lambda name: True) -> None:
         self._keep = keep
         self._seen: dict[Tap, list[Tensor]] = {}
 
     def __call__(self, name: str, which: Which, view: View | Routing) -> None:
-        self._seen.setdefault((name, which), []).append(view.read() if self._keep(name) else view.like())
+        value = view.read()
+        self._seen.setdefault((name, which), []).append(value if self._keep(name) else value.to("meta"))
 
     def values(self) -> dict[Tap, Tensor]:
-        """In the order of execution; meta tensors of names that are not kept."""
+        """In the order of execution, without modules that were called twice: only the head takes tokens in parts."""
         return {tap: torch.cat(parts) for tap, parts in self._seen.items() if tap[0] == HEAD or len(parts) == 1}
 
 
@@ -291,30 +275,13 @@ def row_hashes(values: Tensor) -> list[str]:
     return [hashlib.blake2b(row.tobytes(), digest_size=6).hexdigest() for row in rows]
 
 
-def to_json(modules: Mapping[str, Module]) -> list[list[Any]]:
-    """Rows as one base64 text of int64."""
-    return [[m.name, written(m.parameters), pack(torch.tensor(m.rows, dtype=torch.int64))] for m in modules.values()]
+def pack(told: Any) -> str:
+    """Tensors, numbers, texts, and lists and dicts of these, as text; exact."""
+    file = io.BytesIO()
+    torch.save(told, file)
+    return base64.b64encode(file.getvalue()).decode("ascii")
 
 
-def from_json(told: Iterable[list[Any]]) -> dict[str, Module]:
-    """Of `to_json`. Raises ValueError for another form."""
-    found = {}
-    for name, parameters, rows in told:
-        own = {key: (int(value, 16), kind, dim) for key, (value, kind, dim) in parameters.items()}
-        found[name] = Module(name, own, unpack(rows).tolist())
-    return found
-
-
-def pack(tensor: Tensor) -> list[Any]:
-    """[dtype, shape, base64 of its bytes], exact."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    data = base64.b64encode(flat.view(torch.uint8).numpy().tobytes()).decode("ascii")
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), data]
-
-
-def unpack(told: list[Any]) -> Tensor:
-    """Of `pack`."""
-    kind, shape, data = told
-    raw = bytearray(base64.b64decode(data))
-    dtype = getattr(torch, kind)
-    return torch.frombuffer(raw, dtype=dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
+def unpack(text: str) -> Any:
+    """Of `pack`; it holds nothing but such values, whoever sent it."""
+    return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True, map_location="cpu")

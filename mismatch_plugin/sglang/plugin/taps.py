@@ -1,7 +1,7 @@
 """What modules of the served model took and gave while it computed a request that asks for it.
 
 A request asks in `sampling_params.custom_params`: {"mismatch_taps": {"form": …, "modules": …}}, and its reply has
-`meta_info["mismatch_taps"]`. form: "values" (tensors as `bisect.taps.pack` writes them) or "hashes" (a hash of each
+`meta_info["mismatch_taps"]`. form: "values" (tensors, of `bisect.taps.pack`) or "hashes" (a hash of each
 token's row). modules: names of those that are sent, with a blank between; of the others names alone are.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mismatch_plugin.bisect.taps import Recorder, describe, pack, row_hashes, to_json, watched
+from mismatch_plugin.bisect.taps import Recorder, describe, pack, row_hashes, watched
 
 logger = logging.getLogger("mismatch_plugin")
 KEY = "mismatch_taps"
@@ -96,10 +96,10 @@ class Taps:
         if not isinstance(kept, dict) or not kept:
             return {"error": kept or "no module's Python code ran: start the server with --disable-cuda-graph"}
         values = {tap: torch.cat(parts) for tap, parts in kept.items()}
-        taken: dict[str, Any] = {"vocab": self._vocab, "forwards": getattr(req, _FORWARDS, [])}
+        taken: dict[str, Any] = {"vocab": self._vocab, "forwards": getattr(req, _FORWARDS)}
         taken |= {"taps": [list(tap) for tap in values], "bytes": [value.nbytes for value in values.values()]}
         if asked.get("form") == "hashes":
             return {**taken, "hashes": [row_hashes(value) for value in values.values()]}
         if "modules" not in asked:
-            return {**taken, "modules": to_json(describe(self._model))}
-        return {**taken, "values": [None if value.is_meta else pack(value) for value in values.values()]}
+            return {**taken, "modules": pack([tuple(module) for module in describe(self._model).values()])}
+        return {**taken, "values": pack({tap: value for tap, value in values.items() if not value.is_meta})}
