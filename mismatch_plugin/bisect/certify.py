@@ -12,10 +12,11 @@ import hashlib
 import platform
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from mismatch_plugin.bisect.engines import Engine, Trainer
 from mismatch_plugin.bisect.taps import HEAD, Recorder, row_hashes, watched
@@ -36,11 +37,9 @@ class Run(NamedTuple):
     forwards: list[tuple[int, int]]
 
 
-class Place(BaseModel):
+class Place(BaseModel, frozen=True, extra="forbid"):
     """Where two runs of the same tokens differ first: the tap that is computed first, and there the first token (of a
     check, the first token whose distribution differs; None if none does). logits: whether distributions differ."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     sequence: int | None
     token: int | None
@@ -48,11 +47,9 @@ class Place(BaseModel):
     logits: bool
 
 
-class Result(BaseModel):
+class Result(BaseModel, frozen=True, extra="forbid"):
     """Of one condition. not_run: why it was not. differs: from the same tokens alone. ids: as they were computed.
     taps: a hash of all rows of each. tokens: of the logits, of each sequence the hash of each token's distribution."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     condition: Condition
     not_run: str = ""
@@ -62,10 +59,8 @@ class Result(BaseModel):
     tokens: list[list[str]] = []
 
 
-class Certificate(BaseModel):
+class Certificate(BaseModel, frozen=True, extra="forbid"):
     """zero: every condition that was run gives the bits of each sequence alone. fingerprint: of the weights."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal[1] = 1
     engine: str
@@ -107,13 +102,28 @@ def certify(engine: Served | InProcess, prompts: list[list[int]]) -> Certificate
     return Certificate(engine=engine.name, made_on=made_on, fingerprint=weights, prompts=prompts, results=results)
 
 
+def read_certificate(path: Path) -> Certificate:
+    """Raises InputError for a file of another form."""
+    try:
+        return Certificate.model_validate_json(path.read_text())
+    except (OSError, ValueError) as error:
+        said = str(error).partition("\n")[0]
+        raise InputError(f"--check {path} is no certificate of `mismatch-plugin certify`: {said}.") from None
+
+
 def check(certificate: Certificate, engine: Served | InProcess) -> list[tuple[Condition, Place | str]]:
     """Run all of it again: the conditions that do not give the bits of the certificate, with the place or the reason.
-
     Taps of names that only one engine has are left out; logits all have.
 
-    Raises InputError where the engine has other weights.
+    Raises InputError where the engine has other weights, or an id is none of its.
     """
+    rows = certificate.prompts
+    if (
+        not rows
+        or len({len(row) for row in rows}) > 1
+        or any(not 0 <= one < engine.vocab for row in rows for one in row)
+    ):
+        raise InputError(f"the certificate's prompts are not of one length with ids from 0 to {engine.vocab - 1}.")
     if (weights := engine.weights()) != certificate.fingerprint:
         raise InputError(
             f"the certificate is of weights {certificate.fingerprint}, and {engine.name} has {weights}: send it those."
@@ -133,18 +143,16 @@ def check(certificate: Certificate, engine: Served | InProcess) -> list[tuple[Co
 
 def _changed(told: Result, now: Result) -> Place | str | None:
     if told.ids != now.ids:
-        return "other tokens were decoded or batched"
+        return "other tokens were decoded, or other sequences came into one batch"
     taps = [tap for tap in told.taps if tap in now.taps and told.taps[tap] != now.taps[tap]]
-    if not taps:
-        return None
+    pairs = [zip(mine, theirs, strict=False) for mine, theirs in zip(now.tokens, told.tokens, strict=False)]
     rows = [
-        (sequence, token)
-        for sequence, (mine, theirs) in enumerate(zip(now.tokens, told.tokens, strict=True))
-        for token, (one, other) in enumerate(zip(mine, theirs, strict=True))
-        if one != other
+        (number, token) for number, row in enumerate(pairs) for token, (one, other) in enumerate(row) if one != other
     ]
+    if not taps and not rows:
+        return None
     sequence, token = rows[0] if rows else (None, None)
-    return Place(sequence=sequence, token=token, tap=taps[0], logits=bool(rows))
+    return Place(sequence=sequence, token=token, tap=taps[0] if taps else LOGITS, logits=bool(rows))
 
 
 def _first(runs: Sequence[Run], alone: Sequence[Run]) -> Place | None:
@@ -168,12 +176,12 @@ class Served:
 
     def __init__(self, engine: Engine, folder: str | None = None) -> None:
         self._engine, self._folder, facts = engine, folder, engine.facts()
-        self.vocab, self._chunk = facts.vocab, facts.chunk
-        self.name = f"sglang {facts.info.get('sglang')} in {facts.info.get('dtype')}"
+        self.vocab, self._chunk = facts["vocab"], facts["chunk"]
+        self.name = f"sglang {facts['sglang']} in {facts['dtype']}"
 
     def weights(self) -> str:
         """The fingerprint of those that serve now."""
-        return str(self._engine.facts().info.get("fingerprint"))
+        return str(self._engine.facts()["fingerprint"])
 
     def run(self, condition: Condition, sequences: Sequence[list[int]]) -> list[Run] | str:
         """Of those sequences that are computed under this condition; or why none is."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,33 +13,29 @@ if TYPE_CHECKING:
     from mismatch_plugin.bisect.certify import Certificate, Place
     from mismatch_plugin.bisect.verdict import Step, Verdict
 
-CANNOT = 2
-_IDS = "A JSON list of token ids to compute. Default: --tokens ids that are drawn at random."
-_CHECKPOINT = "Folder of the trainer's model (transformers)."
+CANNOT, _MOST_SHOWN = 2, 9
+_URL = typer.Option(help="An idle SGLang server that runs with this plugin.")
+_CHECKPOINT = typer.Option(help="Folder of the trainer's model (transformers).")
+_IDS = typer.Option("--ids", metavar="FILE", help="JSON list of token ids to compute. Default: drawn at random.")
+_CHECK = typer.Option("--check", metavar="FILE", help="Compute a certificate again, and compare.")
+_UPDATE = typer.Option(help="Folder of the weights that serve, which the server loads again.")
 
 
 class Dtype(str, Enum):
-    """In which the trainer's model computes."""
+    """In which a model of --checkpoint computes."""
 
     float32, bfloat16, float16 = "float32", "bfloat16", "float16"
 
 
 def bisect(
-    url: Annotated[str, typer.Option(help="An idle SGLang server that runs with this plugin.")],
-    checkpoint: Annotated[Path, typer.Option(help=_CHECKPOINT)],
-    megatron: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION",
-            help="Called with the folder and the torch dtype; returns a megatron-core GPTModel with its weights.",
-        ),
-    ] = None,
-    ids: Annotated[Path | None, typer.Option("--ids", metavar="FILE", help=_IDS)] = None,
+    url: Annotated[str, _URL],
+    checkpoint: Annotated[Path, _CHECKPOINT],
+    ids: Annotated[Path | None, _IDS] = None,
     tokens: Annotated[int, typer.Option(min=2, help="How many ids are drawn.")] = 64,
     dtype: Annotated[Dtype | None, typer.Option(help="Of the trainer's model. Default: the server's.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Which module of server and trainer differs first, by how much, and what of the log-prob gap it makes.
+    """Name the module of server and trainer that differs first, and its part of the log-prob gap.
 
     The same ids go through both. Modules are paired by their weights, and
     each is compared on the same inputs. docs/bisect.md has an example.
@@ -48,17 +44,17 @@ def bisect(
     """
     import torch
 
-    from mismatch_plugin.bisect.engines import Engine, from_checkpoint, from_function
+    from mismatch_plugin.bisect.engines import Engine, from_checkpoint
     from mismatch_plugin.bisect.verdict import bisect as compare
     from mismatch_plugin.data.read import InputError
 
     try:
         engine = Engine(url)
         facts = engine.facts()
-        kind = getattr(torch, dtype.value) if dtype is not None else facts.dtype
-        trainer = from_checkpoint(checkpoint, kind) if megatron is None else from_function(megatron, checkpoint, kind)
-        given = drawn(facts.vocab, 1, tokens)[0] if ids is None else read_ids(ids, facts.vocab)
-        verdict = compare(trainer, engine.capture(given), facts.dtype)
+        served = getattr(torch, facts["dtype"])
+        trainer = from_checkpoint(checkpoint, served if dtype is None else getattr(torch, dtype.value))
+        given = drawn(facts["vocab"], 1, tokens)[0] if ids is None else read_ids(ids, facts["vocab"])
+        verdict = compare(trainer, engine.capture(given), served)
     except InputError as error:
         typer.echo(f"cannot bisect: {error}", err=True)
         raise typer.Exit(CANNOT) from None
@@ -91,48 +87,39 @@ def lines(verdict: Verdict) -> list[str]:
     """The verdict in sentences."""
     told = [f"{verdict.tokens} tokens, mean |log-prob gap| {verdict.gap:.2g} nats; {verdict.watched} steps compared."]
     if verdict.unpaired:
-        told.append(f"The trainer has nothing like {', '.join(verdict.unpaired[:4])}.")
-    if (first := verdict.first) is None:
-        told.append("No module differs by more than its dtype explains.")
+        told.append(f"The trainer has nothing like the server's {', '.join(verdict.unpaired[:_MOST_SHOWN])}.")
+    for index, step in enumerate(verdict.jumps[:_MOST_SHOWN]):
+        told += ["", *_told(step, "Then" if index else "First difference")]
+    if verdict.jumps:
+        more = len(verdict.jumps) - _MOST_SHOWN
+        told += [
+            "",
+            f"Together they explain {verdict.explained:.0%} of the gap." + f" {more} are not shown." * (more > 0),
+        ]
     else:
-        told += ["", f"First difference: {_sentence(first)}"]
-        told += [f"Then: {_sentence(step)}" for step in verdict.jumps[1:9]]
-        if len(verdict.jumps) > 9:
-            told.append(f"And {len(verdict.jumps) - 9} more.")
-        told.append(f"Together these explain {verdict.explained:.0%} of the gap.")
-    told += ["", "Largest of the others:"]
-    told += [
-        f"  {_place(step)}: {step.ratio:.1e} of {step.allowed:.1e} that {step.dtype} explains"
-        for step in verdict.largest
+        told.append("No module differs by more than its dtype explains.")
+    told += ["", "Largest of the others, and what their dtype explains:"]
+    return told + [f"  {one.module} {one.which}: {one.ratio:.1e} of {one.allowed:.1e}" for one in verdict.largest]
+
+
+def _told(step: Step, which: str) -> list[str]:
+    part = "not measured" if step.part is None else f"{step.part:.0%}"
+    return [
+        f"{which}: {step.what}",
+        f"  trainer: {step.module} ({step.which}){step.why and '; ' + step.why}; server: {step.server}",
+        f"  from equal inputs: {step.ratio:.1e} apart, {step.dtype} explains {step.allowed:.1e}, {step.ulp:.1e} ulp",
+        f"  part of the gap: {part}",
     ]
-    return told
-
-
-def _place(step: Step) -> str:
-    return f"{step.module} {step.which}"
-
-
-def _sentence(step: Step) -> str:
-    part = "" if step.part is None else f" Part of the gap: {step.part:.0%}."
-    why = f" {step.why[0].upper()}{step.why[1:]}." if step.why else ""
-    return (
-        f"{_place(step)}, the {step.what} (server: {step.server}). From equal inputs they are {step.ratio:.1e} apart, "
-        f"up to {step.ulp:.1e} ulp; {step.dtype} explains {step.allowed:.1e}.{why}{part}"
-    )
 
 
 def certify(
-    url: Annotated[str | None, typer.Option(help="An idle SGLang server that runs with this plugin.")] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help=_CHECKPOINT)] = None,
-    check: Annotated[
-        Path | None, typer.Option("--check", metavar="FILE", help="Compute a certificate again, and compare.")
-    ] = None,
-    out: Annotated[Path, typer.Option("--out", help="Where the certificate is written.")] = Path("certificate.json"),
-    sequences: Annotated[int, typer.Option(min=2, help="How many are drawn.")] = 4,
-    tokens: Annotated[int, typer.Option(min=6, help="Ids of each that is drawn.")] = 48,
-    update: Annotated[
-        Path | None, typer.Option(help="Folder of the weights that serve, which the server loads again.")
-    ] = None,
+    url: Annotated[str | None, _URL] = None,
+    checkpoint: Annotated[Path | None, _CHECKPOINT] = None,
+    check: Annotated[Path | None, _CHECK] = None,
+    out: Annotated[Path, typer.Option(help="Where the certificate is written.")] = Path("certificate.json"),
+    sequences: Annotated[int, typer.Option(min=2, help="How many sequences are drawn.")] = 4,
+    tokens: Annotated[int, typer.Option(min=6, help="Ids of each.")] = 48,
+    update: Annotated[Path | None, _UPDATE] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the model of --checkpoint.")] = Dtype.float32,
 ) -> None:
     """Certify that next-token distributions are the same to the last bit however they are computed.
@@ -149,18 +136,16 @@ def certify(
     from mismatch_plugin.data.read import InputError
 
     try:
-        if (url is None) == (checkpoint is None):
-            raise InputError("give either --url or --checkpoint: a certificate is of one engine.")
-        if update is not None and url is None:
-            raise InputError(f"--update {update} is for a server: give --url, or leave it out.")
-        if checkpoint is not None:
+        if url is not None and checkpoint is None:
+            engine = of.Served(Engine(url), None if update is None else str(update))
+        elif checkpoint is not None and url is None and update is None:
             kind = getattr(torch, dtype.value)
             engine = of.InProcess(from_checkpoint(checkpoint, kind), kind)
         else:
-            engine = of.Served(Engine(str(url)), None if update is None else str(update))
+            raise InputError("a certificate is of one engine: give --url (and --update, if wanted) or --checkpoint.")
         if check is not None:
-            told = of.check(read_certificate(check), engine)
-            typer.echo("\n".join(_checked(told)))
+            told = [f"  {name:8} {_where(place)}" for name, place in of.check(of.read_certificate(check), engine)]
+            typer.echo("\n".join(told) or "All bits are those of the certificate.")
             raise typer.Exit(1 if told else 0)
         certificate = of.certify(engine, drawn(engine.vocab, sequences, tokens))
         out.write_text(certificate.model_dump_json(indent=1) + "\n")
@@ -171,38 +156,16 @@ def certify(
     raise typer.Exit(0 if certificate.zero else 1)
 
 
-def read_certificate(path: Path) -> Certificate:
-    """Raises InputError for a file of another form."""
-    from pydantic import ValidationError
-
-    from mismatch_plugin.bisect.certify import Certificate
-    from mismatch_plugin.data.read import InputError
-
-    try:
-        return Certificate.model_validate_json(path.read_text())
-    except (OSError, ValidationError) as error:
-        said = str(error).partition("\n")[0]
-        raise InputError(f"--check {path} is no certificate of `mismatch-plugin certify`: {said}.") from None
-
-
 def _conditions(certificate: Certificate) -> list[str]:
     told = [f"{certificate.engine}, weights {certificate.fingerprint}, {len(certificate.prompts)} sequences"]
     for one in certificate.results[1:]:
-        if one.not_run:
-            told.append(f"  {one.condition:8} not run: {one.not_run}")
-        else:
-            told.append(
-                f"  {one.condition:8} {'equal to the last bit' if one.differs is None else _where(one.differs)}"
-            )
+        found = f"not run: {one.not_run}" if one.not_run else _where(one.differs or "equal to the last bit")
+        told.append(f"  {one.condition:8} {found}")
     return told
 
 
-def _where(place: Place) -> str:
+def _where(place: Place | str) -> str:
+    if isinstance(place, str):
+        return place
     at = "" if place.token is None else f", sequence {place.sequence}, token {place.token}"
     return f"differs first at {place.tap}{at}" + ("" if place.logits else "; the logits are equal all the same")
-
-
-def _checked(told: list[tuple[Any, Place | str]]) -> list[str]:
-    if not told:
-        return ["All bits are those of the certificate."]
-    return [f"  {name:8} {place if isinstance(place, str) else _where(place)}" for name, place in told]

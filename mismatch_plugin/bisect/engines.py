@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +17,8 @@ from mismatch_plugin.sglang.http import RequestError, Retries, Server, shown
 from mismatch_plugin.sglang.replies import parse_prompt_log_probs
 
 KEY = "mismatch_taps"
-_BUCKET = 1 << 26
-"""Bytes of tensors in one reply, which base64 and JSON make a third larger."""
+_TOKENS = 1024
+"""Of all modules in one reply: of a width of 16,384 in bfloat16 these are 64 MB with what base64 adds."""
 
 
 class Trainer(NamedTuple):
@@ -46,36 +45,6 @@ def from_checkpoint(folder: Path, dtype: torch.dtype) -> Trainer:
     return Trainer(model, lambda ids: model(ids, use_cache=False).logits, str(folder))
 
 
-def from_function(spec: str, folder: Path, dtype: torch.dtype) -> Trainer:
-    """`package.module:function`, which is called with the folder and the dtype and returns a megatron-core GPTModel
-    that has its weights, on one rank. Raises InputError."""
-    module, _, name = spec.partition(":")
-    try:
-        make = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"--megatron {spec}: {error}; give package.module:function.") from None
-    model = make(folder, dtype).eval()
-
-    def call(ids: Tensor) -> Tensor:
-        return model(ids, torch.arange(ids.shape[1])[None], None)
-
-    return Trainer(model, call, spec)
-
-
-class Facts(NamedTuple):
-    """What a server tells of itself. vocab: ids that it knows. chunk: tokens that it prefills at once, None for all.
-    info: our plugin's part."""
-
-    vocab: int
-    chunk: int | None
-    info: Mapping[str, Any]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """In which it computes."""
-        return getattr(torch, str(self.info.get("dtype")))
-
-
 class Engine:
     """A server at `url`. Only `update` changes it. Every method raises InputError where it does not answer, or where
     its modules cannot be watched."""
@@ -83,8 +52,11 @@ class Engine:
     def __init__(self, url: str) -> None:
         self.url, self._name = url, f"the server at {shown(url)}"
 
-    def facts(self) -> Facts:
-        """Refuses a server without the plugin, and one whose modules are spread over several ranks."""
+    def facts(self) -> dict[str, Any]:
+        """What the plugin tells, with `vocab`, and `chunk`: how many tokens are prefilled at once, None for all.
+
+        Refuses a server without the plugin, and one whose modules are spread over several ranks.
+        """
         told = self._ask("GET", "/server_info", None)
         states = states_of(told)
         if not states:
@@ -100,22 +72,16 @@ class Engine:
                 )
         chunk = told.get("chunked_prefill_size")
         ((_, first),) = self.generate([[0, 1]], {"modules": ""})
-        return Facts(first["vocab"], chunk if isinstance(chunk, int) and chunk > 0 else None, states[0])
+        return {**states[0], "vocab": first["vocab"], "chunk": chunk if chunk and chunk > 0 else None}
 
     def capture(self, ids: list[int]) -> Capture:
         """All values of one prefill, in as many requests as their size needs."""
         ((answer, first),) = self.generate([ids], {})
-        sizes: dict[str, int] = {}
-        for (name, _), size in zip(first["taps"], first["bytes"], strict=True):
-            sizes[name] = sizes.get(name, 0) + size
-        buckets: list[list[str]] = [[]]
-        for name, size in sizes.items():
-            if buckets[-1] and sum(sizes[other] for other in buckets[-1]) + size > _BUCKET:
-                buckets.append([])
-            buckets[-1].append(name)
+        names = list(dict.fromkeys(name for name, _ in first["taps"]))
+        several = max(1, _TOKENS // len(ids))
         values: dict[Tap, Tensor] = {}
-        for names in buckets:
-            ((_, told),) = self.generate([ids], {"modules": " ".join(names)})
+        for start in range(0, len(names), several):
+            ((_, told),) = self.generate([ids], {"modules": " ".join(names[start : start + several])})
             values |= unpack(told["values"])
         in_order = {(name, which): values[name, which] for name, which in first["taps"]}
         modules = {told[0]: Module(*told) for told in unpack(first["modules"])}

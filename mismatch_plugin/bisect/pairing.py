@@ -1,11 +1,9 @@
 """Which module of the server is which of the trainer, by the digests of their weights: no names of any model.
 
-The digest of a fused matrix is the sum of those of its parts. So a module of one side is paired with the run of modules
-of the other side, in the order of registration, whose digests sum to its own: qkv_proj with q_proj, k_proj and v_proj.
+The digest of a fused matrix is the sum of those of its parts. So a module of the server is paired with the run of the
+trainer's modules, in the order of registration, whose digests sum to its own: qkv_proj with q_proj, k_proj and v_proj.
 Modules with the same digest (norms of ones, a head that is the embedding) are told apart by their place and order. What
 is left has other weights; it is paired by its place alone, and that is the first thing to say of it.
-
-Digests of rows then tell which output channel is which, however the engines interleave heads or pad a vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from mismatch_plugin.bisect.taps import Capture, Module, Tap
@@ -27,163 +24,110 @@ _MODULUS = 1 << 64
 class Pair(NamedTuple):
     """Modules that hold the same weights, or should. why: in which way they do not; "" where they do."""
 
-    server: tuple[str, ...]
+    server: str
     trainer: tuple[str, ...]
     why: str = ""
 
 
 def pair(server: Capture, trainer: Capture) -> list[Pair]:
-    """All pairs of modules, and one of each attention, in the trainer's order of execution.
-
-    Raises InputError where most weights differ: what comes out then says nothing of the modules.
-    """
-    found = _same_digest(server, trainer, [])
-    found += [
-        Pair(one.trainer, one.server)
-        for one in _same_digest(trainer, server, [(one.trainer, one.server) for one in found])
-    ]
+    """All pairs of modules that run, and of attentions. Raises InputError where most weights differ: then modules of
+    one model say nothing of the other's."""
+    found = _same_digest(server, trainer)
     other = _same_place(server, trainer, found)
     if len(other) > len(found):
         raise InputError(
             f"{len(other)} of {len(other) + len(found)} modules have other weights at the trainer than on the server, "
             f"{other[0].trainer[0]} among them: send the server these weights first."
         )
-    found += other
     attentions = zip(_attentions(server), _attentions(trainer), strict=False)
-    found += [Pair((theirs,), (ours,)) for theirs, ours in attentions]
-    order = _execution(trainer)
-    return sorted(found, key=lambda one: min(order.get(name, len(order)) for name in one.trainer))
+    return [*found, *other, *(Pair(theirs, (ours,)) for theirs, ours in attentions)]
 
 
-def _execution(capture: Capture) -> dict[str, int]:
-    """Name → when it runs."""
-    return {name: index for index, name in enumerate(dict.fromkeys(name for name, _ in capture.values))}
+def _running(capture: Capture) -> list[str]:
+    """Names in the order of execution."""
+    return list(dict.fromkeys(name for name, _ in capture.values))
 
 
 def _attentions(capture: Capture) -> list[str]:
-    """In the order of execution."""
-    weightless = (name for name in _execution(capture) if name not in capture.modules or not capture.modules[name][1])
-    return [name for name in weightless if (name, "output") in capture.values]
+    return [name for name in _running(capture) if name not in capture.modules]
 
 
 def _place(name: str) -> str:
     return place_of(f"{name}.weight")
 
 
-def _same_digest(
-    whole: Capture, parts: Capture, paired: Sequence[tuple[tuple[str, ...], tuple[str, ...]]]
-) -> list[Pair]:
-    """Pairs of one module of `whole` with one or several of `parts`. paired: what is so already, as names of each."""
-    modules = [*parts.modules.values()]
-    used = {name for _, names in paired for name in names}
-    done = {name for names, _ in paired for name in names}
-    order, sums = _execution(parts), [0]
-    for module in modules:
+def _same_digest(server: Capture, trainer: Capture) -> list[Pair]:
+    modules, order = [*trainer.modules.values()], _running(trainer)
+    sums, starts = [0], defaultdict[int, list[int]](list)
+    for index, module in enumerate(modules):
+        starts[sums[-1]].append(index)
         sums.append((sums[-1] + module.digest) % _MODULUS)
-    starts: dict[int, list[int]] = defaultdict(list)
-    for index, value in enumerate(sums[:-1]):
-        starts[value].append(index)
-    found = []
-    for name in _execution(whole):
-        module = whole.modules.get(name)
-        if module is None or not module.parameters or name in done:
+    found, used = list[Pair](), set[str]()
+    for name in _running(server):
+        if (whole := server.modules.get(name)) is None:
             continue
         runs = [
-            tuple(one.name for one in modules[start:end])
+            modules[start:end]
             for end in range(1, len(sums))
-            for start in starts[(sums[end] - module.digest) % _MODULUS]
-            if start < end and not any(one.name in used for one in modules[start:end])
+            for start in starts[(sums[end] - whole.digest) % _MODULUS]
+            if start < end and used.isdisjoint(one.name for one in modules[start:end])
         ]
         if runs:  # ones of norms are alike: the same place, else the first that runs
-            place = _place(name)
-            run = min(runs, key=lambda run: (_place(run[0]) != place, len(run), order.get(run[0], len(order))))
-            used.update(run)
-            rows, theirs = _rows(parts, run), module.rows
-            other = len(run) > 1 and rows != theirs and sorted(rows) == sorted(theirs)
-            found.append(Pair((name,), run, "its rows are those of another part" if other else ""))
+            elsewhere = {run[0].name: _place(run[0].name) != _place(name) for run in runs}
+            ranks = {one: order.index(one) if one in order else len(order) for one in elsewhere}
+            run = min(runs, key=lambda run: (elsewhere[run[0].name], len(run), ranks[run[0].name]))
+            rows = [row for one in run for row in one.rows]
+            exchanged = rows != whole.rows and sorted(rows) == sorted(whole.rows)
+            found.append(Pair(name, tuple(one.name for one in run), "its rows are in another order" * exchanged))
+            used.update(found[-1].trainer)
     return found
 
 
 def _same_place(server: Capture, trainer: Capture, found: Sequence[Pair]) -> list[Pair]:
-    """Pairs of what runs, has weights, and has no pair of the same ones."""
-    sides: list[dict[str, list[Module]]] = []
-    for capture, used in (
-        (server, {n for p in found for n in p.server}),
-        (trainer, {n for p in found for n in p.trainer}),
-    ):
-        places: dict[str, list[Module]] = defaultdict(list)
-        for name in _execution(capture):
-            if name not in used and name in capture.modules and capture.modules[name].parameters:
-                places[_place(name)].append(capture.modules[name])
-        sides.append(places)
-    theirs, ours = sides
+    """Pairs of what runs and has no pair of the same weights."""
+    used = {name for one in found for name in one.trainer}
+    ours = defaultdict[str, list[Module]](list)
+    for name in _running(trainer):
+        if name in trainer.modules and name not in used:
+            ours[_place(name)].append(trainer.modules[name])
+    done = {one.server for one in found}
+    theirs = [server.modules[name] for name in _running(server) if name in server.modules and name not in done]
     return [
-        Pair(
-            tuple(one.name for one in theirs[place]),
-            tuple(one.name for one in ours[place]),
-            _why(theirs[place], ours[place]),
-        )
-        for place in theirs
-        if place in ours
+        Pair(one.name, tuple(part.name for part in parts), _why(one, parts))
+        for one in theirs
+        if (parts := ours.get(_place(one.name)))
     ]
 
 
-def _why(theirs: Sequence[Module], ours: Sequence[Module]) -> str:
+def _why(whole: Module, parts: Sequence[Module]) -> str:
     """In which way the weights differ."""
-    totals: list[dict[str, int]] = []
-    leaves = {leaf for one in (*theirs, *ours) for leaf in one.parameters}
-    for side, modules in (("server's", theirs), ("trainer's", ours)):
-        total: dict[str, int] = defaultdict(int)
-        for module in modules:
-            if lacking := sorted(leaves - module.parameters.keys()):
-                return f"the {side} {module.name} has no {', '.join(lacking)}"
-            for leaf, value in module.parameters.items():
-                total[leaf] += value
-        totals.append(total)
-    served, own = totals
-    differing = [leaf for leaf in served if served[leaf] % _MODULUS != own[leaf] % _MODULUS]
-    return f"its {' and '.join(differing)} differ{'s' if len(differing) == 1 else ''}"
+    for part in parts:
+        if lacking := sorted(whole.parameters.keys() - part.parameters.keys()):
+            return f"the trainer's {part.name} has no {' and no '.join(lacking)}"
+    if more := sorted({leaf for part in parts for leaf in part.parameters} - whole.parameters.keys()):
+        return f"the server's {whole.name} has no {' and no '.join(more)}"
+    sums = {leaf: sum(part.parameters[leaf] for part in parts) % _MODULUS for leaf in whole.parameters}
+    return (
+        f"other values in its {' and '.join(leaf for leaf, value in whole.parameters.items() if sums[leaf] != value)}"
+    )
 
 
 def reference(pairs: Sequence[Pair], server: Capture, trainer: Capture) -> dict[Tap, Tensor]:
-    """What the server computed, under the trainer's names and in the trainer's order of channels: {tap: [T, features]}.
-
-    What only one side has, or what has another width there, is left out.
-    """
+    """What the server computed, under the trainer's names: {tap: [T, features]}. What only one side has, or has in
+    another width, is left out."""
     found: dict[Tap, Tensor] = {}
-    for one in pairs:
-        names, own = one.server, one.trainer
-        for which in ("input", "routing"):
-            value = server.values.get((names[0], which))
-            for name in own:
-                mine = trainer.values.get((name, which))
-                if value is not None and mine is not None and mine.shape == value.shape:
-                    found[name, which] = value
-        outputs = [server.values.get((name, "output")) for name in names]
-        mine = [trainer.values.get((name, "output")) for name in own]
-        if any(value is None for value in (*outputs, *mine)):
+    for whole, parts, _ in pairs:
+        for name in parts:
+            for which in ("input", "routing"):
+                theirs, mine = server.values.get((whole, which)), trainer.values.get((name, which))
+                if theirs is not None and mine is not None and mine.shape == theirs.shape:
+                    found[name, which] = theirs
+        outputs = [trainer.values.get((name, "output")) for name in parts]
+        widths = [0 if value is None else value.shape[-1] for value in outputs]
+        theirs = server.values.get((whole, "output"))
+        if theirs is None or 0 in widths or theirs.shape[-1] < sum(widths):
             continue
-        whole = torch.cat([value for value in outputs if value is not None], -1)
-        widths = [value.shape[-1] for value in mine if value is not None]
-        if len(names) == len(own) == 1:  # both fuse, and one of them may interleave heads
-            whole = whole[:, _order(_rows(server, names), _rows(trainer, own), whole.shape[-1])]
-        if whole.shape[-1] > sum(widths) and len(own) == 1:  # a vocabulary that is padded
-            whole = whole[:, : widths[0]]
-        if whole.shape[-1] == sum(widths):
-            found |= {(name, "output"): value for name, value in zip(own, whole.split(widths, -1), strict=True)}
+        if theirs.shape[-1] == sum(widths) or len(parts) == 1:  # a vocabulary may be padded
+            split = theirs[:, : sum(widths)].split(widths, -1)
+            found |= {(name, "output"): value for name, value in zip(parts, split, strict=True)}
     return found
-
-
-def _rows(capture: Capture, names: Sequence[str]) -> list[int]:
-    return [row for name in names if name in capture.modules for row in capture.modules[name].rows]
-
-
-def _order(theirs: list[int], ours: list[int], width: int) -> list[int]:
-    """For each of our output channels, which of theirs has the same row of weights; as they stand if rows differ."""
-    if len(theirs) != width or theirs == ours or sorted(theirs) != sorted(ours):
-        return [*range(width)]
-    order = [0] * width
-    by_row = zip(sorted(range(width), key=ours.__getitem__), sorted(range(width), key=theirs.__getitem__), strict=True)
-    for mine, other in by_row:
-        order[mine] = other
-    return order

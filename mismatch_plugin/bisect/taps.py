@@ -1,4 +1,4 @@
-"""What goes into a model's modules and comes out of them, in one form for SGLang, transformers and megatron-core.
+"""What goes into a model's modules and comes out of them, in one form for SGLang and transformers.
 
 Every value is [T, features], a row a token, whatever the engine's own layout. Modules with weights of their own are
 watched, and the attention, which has none: of it queries, keys and values behind the rotary embedding. A fused norm's
@@ -117,8 +117,8 @@ def watched(model: nn.Module, tokens: int, visit: Visit) -> Iterator[None]:
     names = {module: name for name, module in model.named_modules()}
     with ExitStack() as stack:
         for module, name in names.items():
-            # SGLang's, or megatron-core's; that of transformers is a function.
-            attention = type(module).__name__ == "RadixAttention" or name.endswith(".core_attention")
+            # The attention of transformers is a function.
+            attention = type(module).__name__ == "RadixAttention"
             if attention or next(module.parameters(recurse=False), None) is not None:
                 calls = _watching(name, module, attention, tokens, visit)
                 stack.enter_context(_replaced(module, "forward", calls))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from torch import Tensor
 
 from mismatch_plugin.bisect.engines import Trainer
@@ -29,12 +29,10 @@ _NEAR_TIE = 16.0
 """Two experts whose router logits are so many epsilons of the largest logit apart are equal but for rounding."""
 
 
-class Step(BaseModel):
-    """One comparison. ratio: ‖trainer − server‖ / the larger norm, of values that were computed from equal ones. ulp: the
-    largest difference of an element, in units in the last place of it or of its row's root mean square. allowed: the
-    ratio that the dtype explains. part: of the log-prob gap, None where it was not measured."""
-
-    model_config = ConfigDict(frozen=True)
+class Step(BaseModel, frozen=True):
+    """One comparison of values that were computed from equal ones. ratio: ‖trainer − server‖ / the larger norm. ulp:
+    the largest difference of an element, in units in the last place of it or of its row's root mean square. allowed:
+    the ratio that the dtype explains. part: of the log-prob gap, None where it was not measured."""
 
     module: str
     which: Which
@@ -53,12 +51,10 @@ class Step(BaseModel):
         return not self.ratio <= self.allowed  # NaN too
 
 
-class Verdict(BaseModel):
+class Verdict(BaseModel, frozen=True):
     """gap: mean |log-prob of the trainer − of the server| over tokens, nats. jumps: in the order of execution.
     explained: the sum of their parts. largest: of the steps that do not jump, by ratio over what is allowed. watched:
     steps that were compared. unpaired: modules of the server that have none at the trainer."""
-
-    model_config = ConfigDict(frozen=True)
 
     tokens: int
     gap: float
@@ -86,7 +82,7 @@ def bisect(trainer: Trainer, server: Capture, dtype: torch.dtype) -> Verdict:
     steps = _steps(trainer, pairs, served, server.ids)
     jumps, explained = _parts(trainer, server, served, [step for step in steps if step.jumps], gap)
     quiet = sorted((step for step in steps if not step.jumps), key=lambda step: -step.ratio / step.allowed)
-    paired = {name for one in pairs for name in one.server}
+    paired = {one.server for one in pairs}
     unpaired = [name for name in dict.fromkeys(name for name, _ in server.values) if name not in paired]
     return Verdict(
         tokens=len(server.ids),
@@ -122,7 +118,7 @@ def _steps(trainer: Trainer, pairs: Sequence[Pair], served: Mapping[Tap, Tensor]
             Step(
                 module=name,
                 which=which,
-                server=", ".join(one.server),
+                server=one.server,
                 what=_what(name, which, last),
                 dtype=str(dtype).removeprefix("torch."),
                 ratio=ratio,

@@ -15,7 +15,6 @@ from mismatch_plugin.bisect.taps import Capture, Module, pack, record, unpack
 from mismatch_plugin.bisect.verdict import Verdict, bisect
 from tests.bisect.plants import FAMILIES, FAULTS, IDS, Family, tiny, trainer_of
 
-
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
 FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 

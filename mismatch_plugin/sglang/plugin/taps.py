@@ -96,8 +96,7 @@ class Taps:
         if not isinstance(kept, dict) or not kept:
             return {"error": kept or "no module's Python code ran: start the server with --disable-cuda-graph"}
         values = {tap: torch.cat(parts) for tap, parts in kept.items()}
-        taken: dict[str, Any] = {"vocab": self._vocab, "forwards": getattr(req, _FORWARDS)}
-        taken |= {"taps": [list(tap) for tap in values], "bytes": [value.nbytes for value in values.values()]}
+        taken = {"vocab": self._vocab, "forwards": getattr(req, _FORWARDS), "taps": [list(tap) for tap in values]}
         if asked.get("form") == "hashes":
             return {**taken, "hashes": [row_hashes(value) for value in values.values()]}
         if "modules" not in asked:
