@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mismatch_plugin.bisect.engines import Trainer
+from mismatch_plugin.bisect.engines import Engine, Trainer
 from mismatch_plugin.bisect.taps import Capture, Module, pack, record, unpack
 from mismatch_plugin.bisect.verdict import Verdict, bisect
+from mismatch_plugin.data.read import InputError
 from tests.bisect.plants import FAMILIES, FAULTS, IDS, Family, tiny, trainer_of
 
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
@@ -103,3 +104,75 @@ def test_clean_pairs_are_silent(family: Family, dtype: torch.dtype) -> None:
             assert found.largest[0].ratio < found.largest[0].allowed / 2
             differ += found.largest[0].ratio > 0
     assert differ
+
+
+def test_other_weights_are_refused() -> None:
+    with pytest.raises(InputError, match=r"14 of 21 modules have other weights .* model\.embed_tokens among them"):
+        bisect(trainer_of(tiny("llama", 1)), served(trainer_of(tiny("llama", 0))), torch.float32)
+
+
+def test_weights_of_one_module_that_did_not_arrive() -> None:
+    def change(model: Any) -> None:
+        model.model.layers[2].mlp.down_proj.weight.data[3, 5] += 0.5
+
+    found = verdict("qwen3", change)
+    assert found.first is not None and found.first.module == "model.layers.2.mlp.down_proj"
+    assert found.first.why == "other values in its weight" and found.explained > 0.9
+
+
+def test_other_experts_that_nearly_tie_are_no_fault_and_others_are() -> None:
+    """Of two experts with the same router weights either may be chosen; the model computes something else then."""
+    model = tiny("qwen3_moe", 0)
+    gate = model.model.layers[1].mlp.gate
+    gate.weight.data[5] = gate.weight.data[2]
+    theirs = served(trainer_of(model))
+    call = gate.forward
+
+    def forward(hidden: Tensor, first: int = 2, second: int = 5) -> Any:
+        logits, shares, ids = call(hidden)
+        return logits, shares, torch.where(ids == first, second, torch.where(ids == second, first, ids))
+
+    gate.forward = forward
+    found = bisect(trainer_of(model), theirs, torch.float32)
+    assert found.gap > 1e-3 and not found.jumps
+    gate.forward = lambda hidden: forward(hidden, 2, 3)
+    first = bisect(trainer_of(model), theirs, torch.float32).first
+    assert first is not None and (first.module, first.which) == ("model.layers.1.mlp.experts", "routing")
+
+
+def test_numbers_that_are_not_finite_are_a_difference() -> None:
+    def change(model: Any) -> None:
+        norm = model.model.layers[1].input_layernorm
+        norm.forward = lambda hidden: hidden / 0 * 0
+
+    found = verdict("llama", change)
+    assert found.first is not None and found.first.module == "model.layers.1.input_layernorm"
+
+
+class Told(Engine):
+    """Says of itself what the test gives it."""
+
+    def __init__(self, info: dict[str, Any], reply: dict[str, Any] | None = None) -> None:
+        super().__init__("http://127.0.0.1:1")
+        self._replies = {"/server_info": {"internal_states": [{"mismatch_plugin": info}] if info else []}}
+        self._replies["/generate"] = [{"meta_info": reply or {}}]  # type: ignore[assignment]
+
+    def _ask(self, method: str, path: str, body: Any) -> Any:
+        return self._replies[path]
+
+
+@pytest.mark.parametrize(
+    ("info", "reply", "says"),
+    [
+        ({}, None, "runs without this plugin"),
+        ({"tp_size": 2}, None, "tp_size 2: under tensor parallelism each rank holds a part"),
+        ({"pp_size": 4}, None, "pp_size 4"),
+        ({"tp_size": 1}, {}, "the plugin there is too old, or off"),
+        ({"tp_size": 1}, {"mismatch_taps": [{"error": "requests of others"}]}, "cannot be watched: requests of others"),
+    ],
+)
+def test_servers_that_cannot_be_watched_are_refused(info: dict[str, Any], reply: Any, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        Told(info, reply).facts()
+    with pytest.raises(InputError, match="does not answer"):
+        Engine("http://127.0.0.1:1").facts()
