@@ -213,12 +213,12 @@ class Served:
     def _runs(self, sequences: Sequence[list[int]], tokens: int = 0) -> list[Run]:
         """One request with all of them. tokens: that are decoded; the last one goes through no module."""
         runs = []
-        for ids, (answer, told) in zip(
-            sequences, self._engine.generate(sequences, {"form": "hashes"}, tokens), strict=True
-        ):
-            new = answer["output_ids"][: tokens - 1] if tokens else []
-            hashes = {f"{name} {which}": rows for (name, which), rows in zip(told["taps"], told["hashes"], strict=True)}
-            runs.append(Run([*ids, *new], hashes, [(rows, requests) for rows, requests in told["forwards"]]))
+        answers = self._engine.generate(sequences, {"form": "hashes"}, tokens)
+        for given, (answer, told) in zip(sequences, answers, strict=True):
+            ids = [*given, *(answer["output_ids"][: tokens - 1] if tokens else [])]
+            taps = (f"{name} {which}" for name, which in told["taps"])
+            hashes = {tap: rows for tap, rows in zip(taps, told["hashes"], strict=True) if len(rows) == len(ids)}
+            runs.append(Run(ids, hashes, [(rows, requests) for rows, requests in told["forwards"]]))
         return runs
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mismatch_plugin.bisect.taps import Capture, Module, Tap, log_probs_of, unpack, watched
+from mismatch_plugin.bisect.taps import Capture, Tap, log_probs_of, unpack, watched
 from mismatch_plugin.data.read import InputError
 from mismatch_plugin.sglang.fingerprints import states_of
 from mismatch_plugin.sglang.http import RequestError, Retries, Server, shown
@@ -26,7 +26,6 @@ class Trainer(NamedTuple):
 
     model: nn.Module
     call: Callable[[Tensor], Tensor]
-    name: str
 
     def log_probs(self, ids: list[int], visit: Any = None) -> Tensor:
         """[T - 1] float64 log-probs of all tokens but the first. visit: as `taps.watched` calls it."""
@@ -42,7 +41,7 @@ def from_checkpoint(folder: Path, dtype: torch.dtype) -> Trainer:
     model: Any = Checkpoint(folder).model
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    return Trainer(model, lambda ids: model(ids, use_cache=False).logits, str(folder))
+    return Trainer(model, lambda ids: model(ids, use_cache=False).logits)
 
 
 class Engine:
@@ -64,6 +63,8 @@ class Engine:
                 f"{self._name} runs without this plugin: pip install --no-deps mismatch-plugin in its environment, "
                 "and start it again."
             )
+        if quantization := states[0].get("quantization"):
+            raise InputError(f"{self._name} serves with quantization {quantization}: start one without.")
         for key, what in (("tp_size", "tensor"), ("pp_size", "pipeline"), ("ep_size", "expert")):
             if states[0].get(key, 1) != 1:
                 raise InputError(
@@ -84,9 +85,8 @@ class Engine:
             ((_, told),) = self.generate([ids], {"modules": " ".join(names[start : start + several])})
             values |= unpack(told["values"])
         in_order = {(name, which): values[name, which] for name, which in first["taps"]}
-        modules = {told[0]: Module(*told) for told in unpack(first["modules"])}
         log_probs = torch.from_numpy(parse_prompt_log_probs(answer, ids)[1:].copy())
-        return Capture(ids, modules, in_order, log_probs)
+        return Capture(ids, unpack(first["modules"]), in_order, log_probs)
 
     def generate(
         self, sequences: Sequence[list[int]], taps: dict[str, str], new_tokens: int = 0

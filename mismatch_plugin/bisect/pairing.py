@@ -9,12 +9,12 @@ is left has other weights; it is paired by its place alone, and that is the firs
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from mismatch_plugin.bisect.taps import Capture, Module, Tap
+from mismatch_plugin.bisect.taps import Capture, Tap, Weights
 from mismatch_plugin.data.read import InputError
 from mismatch_plugin.sglang.fingerprints import place_of
 
@@ -57,59 +57,57 @@ def _place(name: str) -> str:
 
 
 def _same_digest(server: Capture, trainer: Capture) -> list[Pair]:
-    modules, order = [*trainer.modules.values()], _running(trainer)
+    names, order = [*trainer.modules], _running(trainer)
     sums, starts = [0], defaultdict[int, list[int]](list)
-    for index, module in enumerate(modules):
+    for index, name in enumerate(names):
         starts[sums[-1]].append(index)
-        sums.append((sums[-1] + module.digest) % _MODULUS)
+        sums.append((sums[-1] + _digest(trainer.modules[name])) % _MODULUS)
     found, used = list[Pair](), set[str]()
-    for name in _running(server):
-        if (whole := server.modules.get(name)) is None:
+    for whole in _running(server):
+        if whole not in server.modules:
             continue
         runs = [
-            modules[start:end]
+            tuple(names[start:end])
             for end in range(1, len(sums))
-            for start in starts[(sums[end] - whole.digest) % _MODULUS]
-            if start < end and used.isdisjoint(one.name for one in modules[start:end])
+            for start in starts[(sums[end] - _digest(server.modules[whole])) % _MODULUS]
+            if start < end and used.isdisjoint(names[start:end])
         ]
         if runs:  # ones of norms are alike: the same place, else the first that runs
-            elsewhere = {run[0].name: _place(run[0].name) != _place(name) for run in runs}
-            ranks = {one: order.index(one) if one in order else len(order) for one in elsewhere}
-            run = min(runs, key=lambda run: (elsewhere[run[0].name], len(run), ranks[run[0].name]))
-            rows = [row for one in run for row in one.rows]
-            exchanged = rows != whole.rows and sorted(rows) == sorted(whole.rows)
-            found.append(Pair(name, tuple(one.name for one in run), "its rows are in another order" * exchanged))
-            used.update(found[-1].trainer)
+            rank = {name: order.index(name) if name in order else len(order) for name, *_ in runs}
+            run = min(runs, key=lambda run: (_place(run[0]) != _place(whole), len(run), rank[run[0]]))
+            found.append(Pair(whole, run))
+            used.update(run)
     return found
+
+
+def _digest(weights: Weights) -> int:
+    return sum(weights.values()) % _MODULUS
 
 
 def _same_place(server: Capture, trainer: Capture, found: Sequence[Pair]) -> list[Pair]:
     """Pairs of what runs and has no pair of the same weights."""
-    used = {name for one in found for name in one.trainer}
-    ours = defaultdict[str, list[Module]](list)
+    done, used = {one.server for one in found}, {name for one in found for name in one.trainer}
+    ours = defaultdict[str, list[str]](list)
     for name in _running(trainer):
         if name in trainer.modules and name not in used:
-            ours[_place(name)].append(trainer.modules[name])
-    done = {one.server for one in found}
-    theirs = [server.modules[name] for name in _running(server) if name in server.modules and name not in done]
+            ours[_place(name)].append(name)
+    theirs = (name for name in _running(server) if name in server.modules and name not in done)
+    pairs = ((whole, ours[_place(whole)]) for whole in theirs if _place(whole) in ours)
     return [
-        Pair(one.name, tuple(part.name for part in parts), _why(one, parts))
-        for one in theirs
-        if (parts := ours.get(_place(one.name)))
+        Pair(whole, tuple(parts), _why(whole, server.modules[whole], {name: trainer.modules[name] for name in parts}))
+        for whole, parts in pairs
     ]
 
 
-def _why(whole: Module, parts: Sequence[Module]) -> str:
+def _why(name: str, whole: Weights, parts: Mapping[str, Weights]) -> str:
     """In which way the weights differ."""
-    for part in parts:
-        if lacking := sorted(whole.parameters.keys() - part.parameters.keys()):
-            return f"the trainer's {part.name} has no {' and no '.join(lacking)}"
-    if more := sorted({leaf for part in parts for leaf in part.parameters} - whole.parameters.keys()):
-        return f"the server's {whole.name} has no {' and no '.join(more)}"
-    sums = {leaf: sum(part.parameters[leaf] for part in parts) % _MODULUS for leaf in whole.parameters}
-    return (
-        f"other values in its {' and '.join(leaf for leaf, value in whole.parameters.items() if sums[leaf] != value)}"
-    )
+    for part, own in parts.items():
+        if lacking := sorted(whole.keys() - own.keys()):
+            return f"the trainer's {part} has no {' and no '.join(lacking)}"
+    if more := sorted({leaf for own in parts.values() for leaf in own} - whole.keys()):
+        return f"the server's {name} has no {' and no '.join(more)}"
+    sums = {leaf: sum(own[leaf] for own in parts.values()) % _MODULUS for leaf in whole}
+    return f"other values in its {' and '.join(leaf for leaf, value in whole.items() if sums[leaf] != value)}"
 
 
 def reference(pairs: Sequence[Pair], server: Capture, trainer: Capture) -> dict[Tap, Tensor]:

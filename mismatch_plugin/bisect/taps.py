@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mismatch_plugin.sglang.fingerprints import digests, row_digests
+from mismatch_plugin.sglang.fingerprints import digests
 
 Which = Literal["input", "routing", "output"]
 Tap = tuple[str, Which]
@@ -72,17 +72,8 @@ Visit = Callable[[str, Which, "View | Routing"], None]
 """Called with a module's name in the order of execution, before it runs for what goes in."""
 
 
-class Module(NamedTuple):
-    """With weights of its own. parameters: the digest of each. rows: of its matrix, that of each output channel."""
-
-    name: str
-    parameters: dict[str, int]
-    rows: list[int]
-
-    @property
-    def digest(self) -> int:
-        """Of all its weights together."""
-        return sum(self.parameters.values()) % (1 << 64)
+Weights = dict[str, int]
+"""The digest of each parameter that a module holds itself."""
 
 
 @dataclass
@@ -91,24 +82,19 @@ class Capture:
     of execution. log_probs: [T - 1] of each token but the first, as the engine tells them."""
 
     ids: list[int]
-    modules: dict[str, Module]
+    modules: dict[str, Weights]
     values: dict[Tap, Tensor]
     log_probs: Tensor
 
 
-def describe(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Module]:
+def describe(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Weights]:
     """Every module with weights of its own, and the head even if it is the embedding. dtype: weights are rounded to it
     first."""
-    modules, found = dict(model.named_modules()), {}
+    modules = dict(model.named_modules())
     if isinstance(head := getattr(model, HEAD, None), nn.Module):
         modules.setdefault(HEAD, head)
-    for name, module in modules.items():
-        if own := dict(module.named_parameters(recurse=False)):
-            matrices = [weight for weight in own.values() if weight.dim() == 2]
-            rows = row_digests(matrices[0], dtype) if len(matrices) == 1 else []
-            sums = {leaf: value for leaf, (value, _, _) in digests(own.items(), dtype).items()}
-            found[name] = Module(name, sums, rows)
-    return found
+    found = ((name, digests(module.named_parameters(recurse=False), dtype)) for name, module in modules.items())
+    return {name: {leaf: value for leaf, (value, _, _) in own.items()} for name, own in found if own}
 
 
 @contextmanager
@@ -117,8 +103,7 @@ def watched(model: nn.Module, tokens: int, visit: Visit) -> Iterator[None]:
     names = {module: name for name, module in model.named_modules()}
     with ExitStack() as stack:
         for module, name in names.items():
-            # The attention of transformers is a function.
-            attention = type(module).__name__ == "RadixAttention"
+            attention = type(module).__name__ == "RadixAttention"  # that of transformers is a function
             if attention or next(module.parameters(recurse=False), None) is not None:
                 calls = _watching(name, module, attention, tokens, visit)
                 stack.enter_context(_replaced(module, "forward", calls))

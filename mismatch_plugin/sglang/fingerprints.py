@@ -56,23 +56,9 @@ def digest(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     for chunk in tensor.reshape(-1).split(_CHUNK.get(tensor.device.type, _CHUNK_ELSEWHERE)):
         if dtype is not None and chunk.is_floating_point():
             chunk = chunk.to(dtype)
-        total += _hashes(chunk).sum()
+        mixed = chunk.view(_INTEGERS[min(8, chunk.element_size())]).to(torch.int64, copy=True).mul_(_A)
+        total += mixed.bitwise_xor_(mixed >> _SHIFT).mul_(_B).sum()
     return total
-
-
-def row_digests(tensor: Tensor, dtype: torch.dtype | None = None) -> list[int]:
-    """The digest of each row [i] of `tensor` as a signed integer, rounded to `dtype` first if that is given. One host
-    sync."""
-    tensor = tensor.detach().flatten(1)
-    size = max(1, _CHUNK.get(tensor.device.type, _CHUNK_ELSEWHERE) // max(1, tensor.shape[1]))
-    rounds = dtype if tensor.is_floating_point() else None
-    return torch.cat([_hashes(chunk.to(rounds).contiguous()).sum(1) for chunk in tensor.split(size)]).tolist()
-
-
-def _hashes(values: Tensor) -> Tensor:
-    """h(bits) of each element, int64."""
-    mixed = values.view(_INTEGERS[min(8, values.element_size())]).to(torch.int64, copy=True).mul_(_A)
-    return mixed.bitwise_xor_(mixed >> _SHIFT).mul_(_B)
 
 
 def digests(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> dict[str, Digest]:

@@ -50,7 +50,7 @@ def trainer_of(model: Any, dtype: torch.dtype = torch.float32) -> Trainer:
     """Weights are rounded to `dtype`, in which it computes."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    return Trainer(model, lambda ids: model(ids, use_cache=False).logits, "trainer")
+    return Trainer(model, lambda ids: model(ids, use_cache=False).logits)
 
 
 def _layer(model: Any) -> Any:
@@ -168,7 +168,7 @@ FAULTS: dict[str, Fault] = {
     "dropout": Fault(_dropout, _ATTENTION, "output", "dropout"),
     "fp8 keys and values": Fault(_fp8_keys, _ATTENTION, "output", "keys and values"),
     "router order": Fault(_router_order, f"{_AT}mlp.experts", "routing", "choice of experts", ("qwen3_moe",)),
-    "gate and up": Fault(_gate_and_up, f"{_AT}mlp.gate_proj", "output", "rows are in another order", _DENSE),
+    "gate and up": Fault(_gate_and_up, f"{_AT}mlp.gate_proj", "output", "gate and up", _DENSE),
     "head not tied": Fault(_untied, "lm_head", "output", "other values in its weight"),
     "activation": Fault(_activation, f"{_AT}mlp.down_proj", "input", "activation", _DENSE),
     "activation of experts": Fault(_activation, f"{_AT}mlp.experts", "output", "", ("qwen3_moe",)),

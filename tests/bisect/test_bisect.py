@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mismatch_plugin.bisect.engines import Engine, Trainer
-from mismatch_plugin.bisect.taps import Capture, Module, pack, record, unpack
+from mismatch_plugin.bisect.taps import Capture, pack, record, unpack
 from mismatch_plugin.bisect.verdict import Verdict, bisect
 from mismatch_plugin.data.read import InputError
 from tests.bisect.plants import FAMILIES, FAULTS, IDS, Family, tiny, trainer_of
@@ -29,12 +29,12 @@ def served(trainer: Trainer, dtype: torch.dtype = torch.float32) -> Capture:
     """What a server with this model tells, through the form in which it is sent: it fuses."""
     own = record(trainer.model, IDS, trainer.call, dtype)
     found = Capture(IDS, {}, {}, own.log_probs)
-    parts: dict[str, list[Module]] = {}
-    for module in own.modules.values():
-        parts.setdefault(fused(module.name), []).append(module)
-    for name, modules in parts.items():
-        sums = {leaf: sum(one.parameters[leaf] for one in modules) % 2**64 for leaf in modules[0].parameters}
-        found.modules[name] = Module(name, sums, [row for one in modules for row in one.rows])
+    parts: dict[str, list[str]] = {}
+    for name in own.modules:
+        parts.setdefault(fused(name), []).append(name)
+    for whole, names in parts.items():
+        leaves = own.modules[names[0]]
+        found.modules[whole] = {leaf: sum(own.modules[name][leaf] for name in names) % 2**64 for leaf in leaves}
     by_place = sorted(
         own.values, key=lambda tap: tap[0].endswith(("k_proj", "up_proj")) + 2 * tap[0].endswith("v_proj")
     )
@@ -167,6 +167,7 @@ class Told(Engine):
         ({}, None, "runs without this plugin"),
         ({"tp_size": 2}, None, "tp_size 2: under tensor parallelism each rank holds a part"),
         ({"pp_size": 4}, None, "pp_size 4"),
+        ({"quantization": "fp8"}, None, "serves with quantization fp8"),
         ({"tp_size": 1}, {}, "the plugin there is too old, or off"),
         ({"tp_size": 1}, {"mismatch_taps": [{"error": "requests of others"}]}, "cannot be watched: requests of others"),
     ],

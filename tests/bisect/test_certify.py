@@ -73,12 +73,12 @@ def test_one_ulp_in_one_operation_is_placed(certificate: Certificate, name: str)
 
 
 def test_what_depends_on_the_batch_is_placed() -> None:
-    """Two sequences in one batch, and a prompt's second part; of the first operation, since others may differ anyway."""
+    """Two sequences in one batch, and a prompt's second part; of the first operation: others may differ."""
     name = "model.embed_tokens"
     for condition, when in (("batch", lambda out: len(out) > 1), ("chunked", lambda out: out.shape[1] == 8)):
         model = one_ulp(tiny("llama", 0), name, when)
         results = {one.condition: one for one in certify(engine(model), PROMPTS).results}
-        differs = results[condition].differs  # type: ignore[index]
+        differs = results[condition].differs
         assert differs is not None and differs.tap == f"{name} output"
         assert (differs.sequence, differs.token) == (0, 0 if condition == "batch" else 4)
         assert results["again"].differs is None and not certify(engine(model), PROMPTS).zero

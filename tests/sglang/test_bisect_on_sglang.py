@@ -29,7 +29,7 @@ SERVERS: dict[str, tuple[Family, Any]] = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Family, Path]:
-    found = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    found: dict[Family, Path] = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
     for family, folder in found.items():
         tiny(family, 0).save_pretrained(folder)
     return found

@@ -42,20 +42,14 @@ class Taps:
 
     def before_batch(self, batch: Any) -> None:
         """Watch the batch if a request in it asks for it."""
-        asked = [wanted(req) for req in batch.reqs]
+        asked = [wanted(req) or {} for req in batch.reqs]
         if not any(asked):
             return
-        mode = batch.forward_mode
-        names = {name for one in asked if one for name in str(one.get("modules", "")).split()}
-        if not all(asked):
-            problem = "requests of others were computed in the same batch: ask an idle server"
-            for req in batch.reqs:
-                setattr(req, _KEPT, problem)
-            return
-        self._rows = list(batch.extend_lens) if mode.is_extend() else [1] * len(batch.reqs)
-        every = any(one and one.get("form") == "hashes" for one in asked)
+        names = {name for one in asked for name in str(one.get("modules", "")).split()}
+        every = any(one.get("form") == "hashes" for one in asked)
+        self._rows = list(batch.extend_lens) if batch.forward_mode.is_extend() else [1] * len(batch.reqs)
         self._recorder = Recorder(lambda name: every or name in names)
-        self._problem = ""
+        self._problem = "" if all(asked) else "requests of others were computed in the same batch: ask an idle server"
         self._open.enter_context(watched(self._model, sum(self._rows), self._visit))
 
     def _visit(self, *call: Any) -> None:
@@ -73,32 +67,35 @@ class Taps:
             return
         self._open.close()
         values, self._recorder = self._recorder.values(), None
-        for index, req in enumerate(batch.reqs):
-            start = sum(self._rows[:index])
-            kept = self._problem or getattr(req, _KEPT, None) or {}
-            if isinstance(kept, str):
-                setattr(req, _KEPT, kept)
-                continue
-            for tap, value in values.items():
-                if len(value) != sum(self._rows):
-                    kept = f"{tap[0]} has {len(value)} rows of {sum(self._rows)} tokens: ask with logprob_start_len 0"
-                    break
-                own = value[start : start + self._rows[index]]
-                kept.setdefault(tap, []).append(own if own.is_meta else own.cpu())
+        if not values and not self._problem:
+            self._problem = "no module's Python code ran: start the server with --disable-cuda-graph"
+        for (name, _), value in values.items():
+            if len(value) != sum(self._rows):
+                self._problem = (
+                    f"{name} has {len(value)} rows of {sum(self._rows)} tokens: ask with logprob_start_len 0"
+                )
+        start = 0
+        for req, count in zip(batch.reqs, self._rows, strict=True):
+            kept = self._problem or getattr(req, _KEPT, {})
+            if not isinstance(kept, str):
+                for tap, value in values.items():
+                    own = value[start : start + count]
+                    kept.setdefault(tap, []).append(own if own.is_meta else own.cpu())
             setattr(req, _KEPT, kept)
-            setattr(req, _FORWARDS, [*getattr(req, _FORWARDS, ()), [self._rows[index], len(self._rows)]])
+            setattr(req, _FORWARDS, [*getattr(req, _FORWARDS, ()), [count, len(self._rows)]])
+            start += count
 
     def reply(self, req: Any) -> dict[str, Any] | None:
         """For a request that ended; None where it asked for nothing."""
-        asked, kept = wanted(req), getattr(req, _KEPT, None)
+        asked, kept = wanted(req), getattr(req, _KEPT, "it ended before it was computed")
         if asked is None:
             return None
-        if not isinstance(kept, dict) or not kept:
-            return {"error": kept or "no module's Python code ran: start the server with --disable-cuda-graph"}
+        if isinstance(kept, str):
+            return {"error": kept}
         values = {tap: torch.cat(parts) for tap, parts in kept.items()}
         taken = {"vocab": self._vocab, "forwards": getattr(req, _FORWARDS), "taps": [list(tap) for tap in values]}
         if asked.get("form") == "hashes":
             return {**taken, "hashes": [row_hashes(value) for value in values.values()]}
         if "modules" not in asked:
-            return {**taken, "modules": pack([tuple(module) for module in describe(self._model).values()])}
+            return {**taken, "modules": pack(describe(self._model))}
         return {**taken, "values": pack({tap: value for tap, value in values.items() if not value.is_meta})}
