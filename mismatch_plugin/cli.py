@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 import mismatch_plugin
+from mismatch_plugin.bisect.command import bisect, certify
 from mismatch_plugin.compare.command import compare
 from mismatch_plugin.diagnose.command import inspect
 from mismatch_plugin.explain.command import SETTINGS, explain
@@ -112,6 +113,8 @@ def presets(
 
 app.command()(compare)
 app.command()(inspect)
+app.command()(bisect)
+app.command()(certify)
 app.add_typer(patching, name="patch")
 
 
