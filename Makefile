@@ -40,7 +40,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help bench bench-contenders compare compare-sglang test test-megatron-rl test-miles test-nemo-rl test-sglang \
+.PHONY: help bench bench-contenders compare compare-sglang gpu test test-megatron-rl test-miles test-nemo-rl test-sglang \
 	test-prime-rl test-skyrl test-slime test-trl test-verl test-verl-whole sglang lint format docs clean
 
 help:  ## list the targets
@@ -57,6 +57,9 @@ bench: $(VENV)/.test  ## what the plugin costs next to what else there is; write
 
 bench-contenders: $(VENV)/.test  ## verl and TRL for `make bench` (a folder of 400 MB, 110 MB to download)
 	$(PIP_INSTALL) --no-deps --upgrade --target "$(BENCH_PACKAGES)" --requirement ci/bench_packages.txt
+
+gpu: $(VENV)/.test  ## on a CUDA device: check the log-prob kernels, measure, one step of megatron-core; writes runs/gpu/gpu.json
+	$(BIN)/python -m examples.benchmarks.gpu $(BENCH_ARGS)
 
 test: $(VENV)/.test $(VENV)/.peers  ## run the tests (makes .venv on first use)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -1,6 +1,6 @@
 """Cases of vocab-parallel log-probs and how the Triton twin is judged on them, on whatever device it runs.
 
-`log_probs_cuda_check.py` runs them on a GPU, the tests in Triton's interpreter. Each is compared with the torch
+`gpu.py` runs them on a GPU, the tests in Triton's interpreter. Each is compared with the torch
 Function and with textbook autograd in float64.
 """
 
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mismatch_plugin.log_probs import Backend, RaggedSamplingMask, triton_arithmetic, vocab_parallel_log_probs
-from mismatch_plugin.log_probs.arguments import Layout
+from mismatch_plugin.log_probs.arguments import Call
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROWS = 6
@@ -168,20 +168,18 @@ def check_shards(what: str, dtype: str, device: str, bounds: tuple[int, ...] = (
     """The twin's parts over uneven shards, as ranks would hold them, against one process."""
     case = Case(what, bounds[-1], dtype)
     logits, targets, upstream, options = make(case, device)
-    layout = Layout(None, 0, 0, "grad", False, 1)
     size = options.get("vocab_size", case.columns)
     shards = []
     for begin, end in itertools.pairwise(bounds):
         mask = options.get("sampling_mask")
         mask = mask[:, begin:end] if isinstance(mask, Tensor) else mask
-        own = replace(layout, vocab_start=begin, columns=min(max(size - begin, 0), end - begin))
-        shards.append(
-            triton_arithmetic.prepare(
-                logits[:, begin:end], targets, options.get("rows"), options.get("temperature", 1.0), mask, own
-            )
-        )
+        call = Call(
+            targets, min(max(size - begin, 0), end - begin), begin, options.get("rows"),
+            options.get("temperature", 1.0), mask, entropy="grad",
+        )  # fmt: skip
+        shards.append(triton_arithmetic.prepare(logits[:, begin:end], call))
     statistics = torch.stack([triton_arithmetic.local_statistics(shard) for shard in shards])
-    log_probs, entropy, shift, total = triton_arithmetic.finish(statistics, targets, True)
+    log_probs, entropy, shift, total = triton_arithmetic.finish(statistics, shards[0].call)
     assert entropy is not None
     gradients = [triton_arithmetic.gradient(shard, shift, total, entropy, *upstream) for shard in shards]
     whole = run(case, device, "triton")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-import struct
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mismatch_plugin.core.host import of_numbers
 
 
 def validate_field_names(fields: Mapping[str, Any]) -> None:
@@ -102,9 +103,8 @@ def flatten_entries(
     """
     if len(values) != len(lengths):
         raise ValueError(f"{name} has {len(values)} sequences, loss_masks {len(lengths)}: pass one entry a sequence.")
-    flat = _in_bulk(name, values, lengths, integer)
-    if flat is None:
-        flat = _one_by_one(name, values, lengths, ids, integer)
+    rows = [_entry(name, row, length, label, integer) for row, length, label in zip(values, lengths, ids, strict=True)]
+    flat = torch.cat(rows) if rows else torch.zeros(0)
     if flat.dtype == torch.bool and name.endswith("log_probs"):
         return flat  # refused where the batch is made
     if not integer:
@@ -120,85 +120,48 @@ def flatten_entries(
     return flat.long()
 
 
-def _in_bulk(name: str, values: Sequence[Any], lengths: tuple[int, ...], integer: bool) -> Tensor | None:
-    """What `_one_by_one` gives, without a Python call a token, for lists of Python's own numbers and None as long as
-    they have to be. None for all else: that is for `_one_by_one` to convert as torch does, or to refuse by name."""
-    kinds = {*map(type, values)}
-    if name == "advantages" and kinds == {float}:  # one a sequence
-        return torch.tensor(values).repeat_interleave(torch.tensor(lengths))
-    if not kinds <= {list, tuple} or tuple(map(len, values)) != lengths or not any(lengths):
-        return None
+def _entry(name: str, row: Any, length: int, label: object, integer: bool) -> Tensor:
+    """One sequence's values, [length]."""
+    if row is None:
+        raise ValueError(
+            f"{name} of sequence {label} is None: pass one number a response token (None for a single one that was "
+            f"not returned), or leave the sequence out."
+        )
     try:
-        if name == "loss_masks" and type(sum(chain.from_iterable(values))) is int:  # else of another library
-            flat = torch.frombuffer(bytearray().join(map(bytes, values)), dtype=torch.uint8)
-            return flat.to(torch.get_default_device())
-        buffer, start, codes = bytearray(8 * sum(lengths)), 0, set[str]()
-        for row in filter(None, values):
-            codes.add(_pack(row, buffer, start))
-            start += 8 * len(row)
-    except (TypeError, ValueError, OverflowError, struct.error):
-        return None
-    if len(codes) > 1:  # torch.cat rounds whole numbers once, by way of float64 it would be twice
-        return None
-    if codes == {"q"}:
-        flat = torch.frombuffer(buffer, dtype=torch.int64)
-    else:
-        flat = torch.frombuffer(buffer, dtype=torch.float64)
-        flat = flat if integer else flat.to(torch.get_default_dtype())
-    return flat.to(torch.get_default_device())
+        tensor = row if isinstance(row, Tensor) else _tensor(name, row, integer)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{name} of sequence {label} is no list of numbers ({str(error).splitlines()[0]}): pass one number a "
+            f"response token."
+        ) from None
+    if tensor.dim() == 0 and name == "advantages":
+        tensor = tensor.expand(length)
+    if tensor.shape != (length,):
+        fix = "the two must cover the same response tokens"
+        if name == "advantages" and tensor.shape == (1,):
+            fix = "for one advantage a sequence pass numbers (of a [B, 1] tensor, advantages.squeeze(1))"
+        raise ValueError(
+            f"{name} of sequence {label} has shape {tuple(tensor.shape)}, its loss mask {length} tokens: {fix}."
+        )
+    return tensor
 
 
-def _pack(row: Sequence[Any], buffer: bytearray, start: int) -> str:
-    """Write the row as float64 ("d"; NaN for None) or, where all are whole, as int64 ("q").
-
-    Raises TypeError for what is none of Python's own numbers and would be refused by torch, or give another dtype.
-    """
-    kinds = {*map(type, row)}
-    if not kinds <= {float, int, bool, type(None)}:
-        raise TypeError
-    if type(None) in kinds:
-        row = [math.nan if value is None else value for value in row]
-    code = "q" if kinds <= {int, bool} else "d"
-    struct.pack_into(f"{len(row)}{code}", buffer, start, *row)
-    return code
-
-
-def _one_by_one(
-    name: str, values: Sequence[Any], lengths: tuple[int, ...], ids: tuple[object, ...], integer: bool
-) -> Tensor:
-    rows = []
-    for row, length, label in zip(values, lengths, ids, strict=True):
-        if row is None:
-            raise ValueError(
-                f"{name} of sequence {label} is None: pass one number a response token (None for a single one that was "
-                f"not returned), or leave the sequence out."
-            )
-        try:
-            tensor = row if isinstance(row, Tensor) else _tensor(row, integer)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"{name} of sequence {label} is no list of numbers ({str(error).splitlines()[0]}): pass one number a "
-                f"response token."
-            ) from None
-        if tensor.dim() == 0 and name == "advantages":
-            tensor = tensor.expand(length)
-        if tensor.shape != (length,):
-            fix = "the two must cover the same response tokens"
-            if name == "advantages" and tensor.shape == (1,):
-                fix = "for one advantage a sequence pass numbers (of a [B, 1] tensor, advantages.squeeze(1))"
-            raise ValueError(
-                f"{name} of sequence {label} has shape {tuple(tensor.shape)}, its loss mask {length} tokens: {fix}."
-            )
-        rows.append(tensor)
-    return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64 if integer else torch.float32)
-
-
-def _tensor(row: Any, integer: bool) -> Tensor:
-    if isinstance(row, (list, tuple)):
-        row = [float("nan") if item is None else item for item in row]
-        whole = integer and not any(isinstance(item, float) for item in row)
-        return torch.tensor(row, dtype=torch.int64 if whole else torch.float64 if integer else None)
-    return torch.as_tensor(row)
+def _tensor(name: str, row: Any, integer: bool) -> Tensor:
+    """As torch makes one, with NaN for None."""
+    if not isinstance(row, (list, tuple)):
+        return torch.as_tensor(row)
+    if name == "loss_masks" and row:
+        with contextlib.suppress(TypeError, ValueError):
+            return torch.frombuffer(bytearray(row), dtype=torch.uint8).to(torch.get_default_device())
+    flat = of_numbers(row)
+    if flat is None and None in row:
+        row = [math.nan if item is None else item for item in row]
+        flat = of_numbers(row)
+    if flat is not None:
+        flat = flat.to(torch.get_default_device())
+        return flat if integer or not flat.is_floating_point() else flat.to(torch.get_default_dtype())
+    whole = integer and not any(isinstance(item, float) for item in row)
+    return torch.tensor(row, dtype=torch.int64 if whole else torch.float64 if integer else None)
 
 
 def validate_parts(

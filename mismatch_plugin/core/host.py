@@ -5,7 +5,9 @@ They give the same: what needs one token bit for bit, sums up to the last digit 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +40,15 @@ def to_rows(
     square = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding)
     missing = width - square.shape[1]
     return square if not missing else torch.nn.functional.pad(square, (0, 0) * len(rest) + (0, missing), value=padding)
+
+
+def of_numbers(row: Sequence[Any]) -> Tensor | None:
+    """[L] float64, int64 or bool of Python's own numbers, five times as fast as torch makes it; None for all else."""
+    if row and type(row[0]) in (float, int, bool):
+        with contextlib.suppress(ValueError, OverflowError):
+            array = np.array(row)
+            return torch.from_numpy(array) if array.ndim == 1 and array.dtype.kind in "fib" else None
+    return None
 
 
 def largest(values_T: Tensor, absent_T: Tensor, of_negated: bool = False) -> Tensor:

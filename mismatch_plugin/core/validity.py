@@ -111,7 +111,7 @@ def train_is_valid(code_T: Tensor) -> Tensor:
 
 def count_kinds(code_T: Tensor) -> Tensor:
     """How many tokens have each code: [T] → [len(KINDS)]. No host sync."""
-    if code_T.device.type == "cpu":  # the fastest there; elsewhere it is a host sync
+    if on_host(code_T):  # the fastest there; elsewhere it is a host sync
         return torch.bincount(code_T, minlength=len(KINDS)).double()
     return torch.histc(code_T.float(), bins=len(KINDS), min=-0.5, max=len(KINDS) - 0.5)
 

@@ -2,7 +2,7 @@
 
 Those of megatron-core and transformer-engine are not imported before they are asked for. Both know nothing of
 temperature, picked rows and our ignored targets, so they get a copy of the logits with all that in it (megatron-core
-overwrites float32 logits, too). What they cannot do at all is refused in `log_probs`. Their results are float32;
+overwrites float32 logits, too). What they cannot do at all is refused in `logits`. Their results are float32;
 memory: a copy of the logits, and what the library keeps.
 """
 
@@ -13,21 +13,15 @@ from importlib import import_module
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mismatch_plugin.log_probs import torch_arithmetic
+from mismatch_plugin.log_probs.arguments import Call
 
 _TE_IGNORE = -100
 
 
-def megatron_log_probs(
-    logits_TV: Tensor,
-    targets_R: Tensor,
-    rows_R: Tensor | None,
-    temperature: float | Tensor,
-    tp_group: dist.ProcessGroup | None,
-) -> Tensor:
+def megatron_log_probs(logits_TV: Tensor, call: Call) -> Tensor:
     """[R] by megatron-core's unfused `vocab_parallel_cross_entropy`: three all-reduces over its own TP group."""
     try:
         from megatron.core import parallel_state
@@ -42,25 +36,19 @@ def megatron_log_probs(
         raise ValueError(
             "backend='megatron' needs parallel_state: call initialize_model_parallel, or use backend='torch'."
         )
-    if tp_group is not state_group and (tp_group is not None or state_group.size() > 1):
+    if call.tp_group is not state_group and (call.tp_group is not None or state_group.size() > 1):
         raise ValueError(
             "backend='megatron' reduces over the group of megatron's parallel_state, and tp_group is another: pass "
             "that one, or use backend='torch'."
         )
-    ignored_R = targets_R < 0
-    copy_RV = _prepared_copy(logits_TV, ignored_R, rows_R, temperature)
-    targets = torch.where(ignored_R, 0, targets_R).to(torch.int64)
+    ignored_R = call.targets_R < 0
+    copy_RV = _prepared_copy(logits_TV, call)
+    targets = torch.where(ignored_R, 0, call.targets_R).to(torch.int64)
     loss_R = vocab_parallel_cross_entropy(copy_RV[:, None], targets[:, None])[:, 0]
     return torch.where(ignored_R, 0.0, -loss_R)
 
 
-def transformer_engine_log_probs(
-    logits_TV: Tensor,
-    targets_R: Tensor,
-    rows_R: Tensor | None,
-    temperature: float | Tensor,
-    tp_group: dist.ProcessGroup | None,
-) -> Tensor:
+def transformer_engine_log_probs(logits_TV: Tensor, call: Call) -> Tensor:
     """[R] by transformer-engine's Triton `parallel_cross_entropy` (CUDA, one all-gather).
 
     Releases that cannot overwrite their input (2.18 and older) get it in float32: up to 2.16 they round p to the
@@ -74,25 +62,26 @@ def transformer_engine_log_probs(
         ) from error
     if logits_TV.dtype == torch.float16:
         raise ValueError("backend='transformer-engine' cannot do torch.float16 logits: use backend='torch'.")
-    ignored_R = targets_R < 0
-    copy_RV = _prepared_copy(logits_TV, ignored_R, rows_R, temperature)
-    targets = torch.where(ignored_R, _TE_IGNORE, targets_R).to(torch.int64)
+    ignored_R = call.targets_R < 0
+    copy_RV = _prepared_copy(logits_TV, call)
+    targets = torch.where(ignored_R, _TE_IGNORE, call.targets_R).to(torch.int64)
     # By position: the names differ between releases. Label smoothing 0, no reduction of the loss.
     newer = "overwrite_input" in inspect.signature(parallel_cross_entropy).parameters
     x_R1V = (copy_RV if newer else copy_RV.float())[:, None]
     options = {"overwrite_input": True} if newer else {}  # or it makes another copy
-    loss_R = parallel_cross_entropy(x_R1V, targets[:, None], 0.0, False, tp_group, _TE_IGNORE, **options)
+    loss_R = parallel_cross_entropy(x_R1V, targets[:, None], 0.0, False, call.tp_group, _TE_IGNORE, **options)
     return torch.where(ignored_R, 0.0, -loss_R.reshape(-1).float())
 
 
-def _prepared_copy(logits_TV: Tensor, ignored_R: Tensor, rows_R: Tensor | None, temperature: float | Tensor) -> Tensor:
+def _prepared_copy(logits_TV: Tensor, call: Call) -> Tensor:
     """[R, V]: picked, divided by the temperature (in float32), 0 at ignored targets: no NaN spreads from there."""
-    x_RV = logits_TV if rows_R is None else logits_TV.index_select(0, rows_R)
+    temperature = call.temperature
+    x_RV = logits_TV if call.rows_R is None else logits_TV.index_select(0, call.rows_R)
     if isinstance(temperature, Tensor):
         x_RV = x_RV.float() / temperature.float()[:, None]
     elif temperature != 1.0:
         x_RV = x_RV.float() / temperature
-    return x_RV.masked_fill(ignored_R[:, None], 0.0)
+    return x_RV.masked_fill((call.targets_R < 0)[:, None], 0.0)
 
 
 def choose_arithmetic(inputs: Tensor, backend: str) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,28 +19,19 @@ from torch.torch_version import TorchVersion
 
 from mismatch_plugin.config.settings import LogProbBackend as Backend
 from mismatch_plugin.log_probs.arguments import (
+    Call,
     Entropy,
-    Layout,
     LogProbs,
     RaggedSamplingMask,
-    check_choice,
-    check_devices,
-    check_rows,
-    check_sampling_mask,
-    check_tensors,
     checked_backend,
-    checked_temperature,
-    declare_outputs,
-    gather_statistics,
-    keep_arguments,
-    kept_arguments,
-    shard,
+    checked_call,
 )
 from mismatch_plugin.log_probs.backends import choose_arithmetic
 from mismatch_plugin.log_probs.torch_arithmetic import default_block_rows
 
-CPU_CHUNK, DEVICE_CHUNK = 2**22, 2**27
-"""Logits of a chunk if the caller does not choose: 16 MiB of float32 on CPU, 256 MiB of bfloat16 elsewhere."""
+_CPU_CHUNK, _DEVICE_CHUNK = (2**22, 2**25), 2**27
+"""Logits of a chunk if the caller does not choose: 2^15 a hidden unit on CPU, within 16 to 128 MiB of float32, for the
+weight is read again for every chunk; 256 MiB of bfloat16 elsewhere."""
 
 _WEIGHT_BLOCK = 2**24
 """Elements of the weight's gradient that one product makes before it is added in float32: 64 MiB."""
@@ -52,9 +43,8 @@ _MM_HAS_OUT_DTYPE = TorchVersion(torch.__version__) >= "2.8"
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """What a call fixes next to its tensors."""
+    """What a call says of hidden states and weight."""
 
-    layout: Layout
     arithmetic: Any
     chunk_rows: int
     sequence_parallel: bool
@@ -92,7 +82,7 @@ def vocab_parallel_linear_log_probs(
         rows: [R] int64: targets[i] is predicted by hidden[rows[i]], of the gathered T rows. Others cost nothing; a row
             may be there more than once.
         sequence_parallel: hidden is sharded over `tp_group` along T: gathered here, its gradient reduce-scattered.
-        chunk_rows: targets of a chunk. None: 2^22 logits on CPU (16 MiB in float32), 2^27 elsewhere (256 MiB in bf16).
+        chunk_rows: targets of a chunk. None: 2^15 · H logits on CPU (16 to 128 MiB in float32), elsewhere 2^27.
         backend: "auto", "torch" or "triton", as there.
 
     Returns `LogProbs(log_probs, entropy)`, [R] each, with the dtypes of `vocab_parallel_log_probs` on these logits:
@@ -110,173 +100,104 @@ def vocab_parallel_linear_log_probs(
     Source: chunked heads as in Liger Kernel (https://arxiv.org/abs/2410.10989) and Cut Cross-Entropy
         (https://arxiv.org/abs/2411.09009), here with entropy, sampling masks and Megatron's shards.
     """
-    tp_rank, tp_size = (0, 1) if tp_group is None else (tp_group.rank(), tp_group.size())
-    check_choice("entropy", entropy, get_args(Entropy))
     if (backend := checked_backend(backend)) not in ("auto", "torch", "triton"):
         raise ValueError(f"backend={backend!r} needs whole logits, which do not exist here: use auto, torch or triton.")
-    tokens = hidden.shape[:1].numel() * (tp_size if sequence_parallel else 1)
-    check_tensors(hidden, targets, rows, tokens, "hidden", "H")
-    check_rows(rows, tokens, distinct=False)  # their gradients are added
+    tp_size = 1 if tp_group is None else tp_group.size()
+    width = weight.shape[:1].numel()
+    call = checked_call(
+        hidden, targets, name="hidden", tokens=hidden.shape[:1].numel() * (tp_size if sequence_parallel else 1),
+        width=width, rows=rows, temperature=temperature, sampling_mask=sampling_mask, tp_group=tp_group,
+        vocab_size=vocab_size, vocab_start=vocab_start, entropy=entropy, inplace_gradient=True,
+        block_rows=default_block_rows(hidden, width),
+    )  # fmt: skip
     if weight.ndim != 2 or weight.shape[1:] != hidden.shape[1:] or weight.dtype != hidden.dtype:
         raise ValueError(
             f"weight is {weight.dtype} {list(weight.shape)} for {hidden.dtype} {list(hidden.shape)} hidden states: "
             f"[V, H] in the dtype of hidden [T, H] is needed."
         )
+    if weight.device != hidden.device:
+        raise ValueError(f"weight is on {weight.device}, hidden on {hidden.device}: move it there.")
     if sequence_parallel and tp_group is None:
         raise ValueError("sequence_parallel=True has no group to gather over: pass tp_group.")
-    sequence_parallel = sequence_parallel and tp_size > 1
-    temperature = checked_temperature(temperature, targets)
-    check_devices(
-        hidden,
-        "hidden",
-        weight=weight,
-        targets=targets,
-        rows=rows,
-        temperature=temperature,
-        sampling_mask=sampling_mask,
-    )
-    width = len(weight)
-    start, columns = shard(width, vocab_size, vocab_start, tp_rank, tp_size)
-    check_sampling_mask(sampling_mask, width, targets)
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows={chunk_rows} must be at least 1: leave it out for the default.")
-    elements = CPU_CHUNK if hidden.device.type == "cpu" else DEVICE_CHUNK
-    head = Head(
-        Layout(tp_group, start, columns, entropy, True, default_block_rows(weight.new_empty(0, width))),
-        choose_arithmetic(hidden, backend),
-        chunk_rows or max(1, elements // max(1, width)),
-        sequence_parallel,
-    )
-    return LogProbs(*LinearLogProbs.apply(hidden, weight, targets, rows, temperature, sampling_mask, head))
+    elements = _DEVICE_CHUNK
+    if hidden.device.type == "cpu":
+        elements = min(max(2**15 * hidden.shape[1], _CPU_CHUNK[0]), _CPU_CHUNK[1])
+    chunk_rows = chunk_rows or max(1, elements // max(1, width))
+    head = Head(choose_arithmetic(hidden, backend), chunk_rows, sequence_parallel and tp_size > 1)
+    return LogProbs(*LinearLogProbs.apply(hidden, weight, call, head))
 
 
 class LinearLogProbs(torch.autograd.Function):
     """(log_probs [R], entropy [R] or None); gradients go to hidden states and weight."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_TH: Tensor,
-        weight_VH: Tensor,
-        targets_R: Tensor,
-        rows_R: Tensor | None,
-        temperature: float | Tensor,
-        sampling_mask: Tensor | RaggedSamplingMask | None,
-        head: Head,
-    ) -> tuple[Tensor, Tensor | None]:
-        arithmetic, layout = head.arithmetic, head.layout
-        targets_R = targets_R.contiguous()
-        chunks = _Chunks(_gathered(hidden_TH, head), weight_VH, targets_R, rows_R, temperature, sampling_mask, head)
+    def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, call: Call, head: Head) -> tuple[Tensor, Tensor | None]:
         dtype = torch.float64 if hidden_TH.dtype == torch.float64 else torch.float32
-        statistics_4R = hidden_TH.new_empty((4, len(targets_R)), dtype=dtype)
-        for chunk, _, logits_CV in chunks:
-            statistics_4R[:, chunk] = arithmetic.local_statistics(chunks.inputs(chunk, logits_CV))
-        statistics_P4R = gather_statistics(statistics_4R, layout.tp_group)
-        log_probs_R, entropy_R, shift_R, total_R = arithmetic.finish(
-            statistics_P4R, targets_R, layout.entropy != "none"
-        )
-
-        kept_entropy_R = entropy_R if layout.entropy == "grad" else None
-        temperature_R, mask = keep_arguments(ctx, temperature, sampling_mask)
-        ctx.save_for_backward(
-            hidden_TH, weight_VH, targets_R, rows_R, temperature_R, mask, shift_R, total_R, kept_entropy_R
-        )
+        statistics_4R = hidden_TH.new_empty((4, len(call.targets_R)), dtype=dtype)
+        for chunk, inputs, _ in _chunks(_gathered(hidden_TH, call, head), weight_VH, call, head):
+            statistics_4R[:, chunk] = head.arithmetic.local_statistics(inputs)
+        log_probs_R, entropy_R, shift_R, total_R = head.arithmetic.finish(call.gather(statistics_4R), call)
+        call.save(ctx, entropy_R, hidden_TH, weight_VH, shift_R, total_R)
         ctx.head = head
-        declare_outputs(ctx, entropy_R, layout)
         return log_probs_R, entropy_R
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # once_differentiable hides the names
-        ctx: Any, grad_log_probs_R: Tensor | None, grad_entropy_R: Tensor | None
+        ctx: Any, *grads_R: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden_TH, weight_VH, targets_R, rows_R, temperature_R, mask, shift_R, total_R, entropy_R = ctx.saved_tensors
+        hidden_TH, weight_VH, *per_target = ctx.saved_tensors[:5]
+        call: Call = ctx.call
         head: Head = ctx.head
-        temperature, sampling_mask = kept_arguments(ctx, temperature_R, mask)
-        hidden_TH = _gathered(hidden_TH, head)
-        chunks = _Chunks(hidden_TH, weight_VH, targets_R, rows_R, temperature, sampling_mask, head)
-        if entropy_R is None:
-            grad_entropy_R = None
+        hidden_TH = _gathered(hidden_TH, call, head)
         with_hidden, with_weight = ctx.needs_input_grad[:2]
-        grad_RH = hidden_TH.new_empty((len(targets_R), hidden_TH.shape[1])) if with_hidden else None
+        grad_RH = hidden_TH.new_empty((len(call.targets_R), hidden_TH.shape[1])) if with_hidden else None
         main_grad = _main_grad(weight_VH)
         total_VH = main_grad
         if with_weight and total_VH is None:
-            total_VH = torch.zeros_like(weight_VH, dtype=shift_R.dtype)
-        for chunk, hidden_CH, logits_CV in chunks:
-
-            def part(values_R: Tensor | None, chunk: slice = chunk) -> Tensor | None:
-                return None if values_R is None else values_R[chunk]
-
-            gradient_CV = head.arithmetic.gradient(
-                chunks.inputs(chunk, logits_CV), shift_R[chunk], total_R[chunk], part(entropy_R),
-                part(grad_log_probs_R), part(grad_entropy_R),
-            )  # fmt: skip
+            total_VH = torch.zeros_like(weight_VH, dtype=per_target[0].dtype)
+        for chunk, inputs, hidden_CH in _chunks(hidden_TH, weight_VH, call, head):
+            rows = [None if values_R is None else values_R[chunk] for values_R in (*per_target, *grads_R)]
+            gradient_CV = head.arithmetic.gradient(inputs, *rows)  # in the place of the logits
             if grad_RH is not None:
                 torch.mm(gradient_CV, weight_VH, out=grad_RH[chunk])
             if with_weight and total_VH is not None:
                 _add_product(total_VH, gradient_CV, hidden_CH)
-        grad_hidden = None if grad_RH is None else _reduced(grad_RH, hidden_TH, rows_R, head)
+        grad_hidden = None if grad_RH is None else _reduced(grad_RH, hidden_TH, call, head)
         grad_weight = None
         if with_weight and total_VH is not None:
             grad_weight = total_VH.to(weight_VH.dtype) if main_grad is None else _already_added(weight_VH)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None
 
 
-class _Chunks:
-    """Chunks of targets with their hidden states and logits, in buffers that every chunk uses again."""
+def _chunks(hidden_TH: Tensor, weight_VH: Tensor, call: Call, head: Head) -> Iterator[tuple[slice, Any, Tensor]]:
+    """(targets, what the arithmetic reads of their logits, hidden states [C, H]) of each chunk.
 
-    def __init__(
-        self,
-        hidden_TH: Tensor,
-        weight_VH: Tensor,
-        targets_R: Tensor,
-        rows_R: Tensor | None,
-        temperature: float | Tensor,
-        sampling_mask: Tensor | RaggedSamplingMask | None,
-        head: Head,
-    ) -> None:
-        self.hidden_TH, self.weight_VH = hidden_TH.detach(), weight_VH.detach()
-        self.targets_R, self.rows_R, self.temperature, self.head = targets_R, rows_R, temperature, head
-        self.sampling_mask = sampling_mask
-        self.offsets = sampling_mask.offsets.tolist() if isinstance(sampling_mask, RaggedSamplingMask) else None
-
-    def __iter__(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """(targets, hidden states [C, H], logits [C, V]) of each chunk. The logits live until the next."""
-        count, size = len(self.targets_R), self.head.chunk_rows
-        logits_SV = self.hidden_TH.new_empty((min(size, count), len(self.weight_VH)))
-        for begin in range(0, count, size):
-            chunk = slice(begin, min(begin + size, count))
-            hidden_CH = self.hidden_TH[chunk] if self.rows_R is None else self.hidden_TH[self.rows_R[chunk]]
-            logits_CV = logits_SV[: chunk.stop - chunk.start]
-            yield chunk, hidden_CH, torch.mm(hidden_CH, self.weight_VH.t(), out=logits_CV)
-
-    def inputs(self, chunk: slice, logits_CV: Tensor) -> Any:
-        """What the arithmetic reads of this chunk."""
-        temperature, mask = self.temperature, self.sampling_mask
-        if isinstance(temperature, Tensor):
-            temperature = temperature[chunk]
-        if isinstance(mask, RaggedSamplingMask) and self.offsets is not None:
-            first, last = self.offsets[chunk.start], self.offsets[chunk.stop]
-            mask = RaggedSamplingMask(mask.token_ids[first:last], mask.offsets[chunk.start : chunk.stop + 1] - first)
-        elif isinstance(mask, Tensor):
-            mask = mask[chunk]
-        prepare, layout = self.head.arithmetic.prepare, self.head.layout
-        return prepare(logits_CV, self.targets_R[chunk], None, temperature, mask, layout)
+    All chunks have their logits in one buffer: they live until the next."""
+    hidden_TH, weight_VH = hidden_TH.detach(), weight_VH.detach()
+    count, size = len(call.targets_R), head.chunk_rows
+    logits_SV = hidden_TH.new_empty((min(size, count), len(weight_VH)))
+    for begin in range(0, count, size):
+        chunk = slice(begin, min(begin + size, count))
+        hidden_CH = hidden_TH[chunk] if call.rows_R is None else hidden_TH[call.rows_R[chunk]]
+        logits_CV = torch.mm(hidden_CH, weight_VH.t(), out=logits_SV[: chunk.stop - begin])
+        yield chunk, head.arithmetic.prepare(logits_CV, call.part(chunk)), hidden_CH
 
 
-def _gathered(hidden_TH: Tensor, head: Head) -> Tensor:
+def _gathered(hidden_TH: Tensor, call: Call, head: Head) -> Tensor:
     """[T, H]: all of them, by an all-gather where they are sharded over the sequence."""
-    if not head.sequence_parallel or head.layout.tp_group is None:
+    if not head.sequence_parallel or call.tp_group is None:
         return hidden_TH
-    gathered_TH = hidden_TH.new_empty((len(hidden_TH) * head.layout.tp_group.size(), hidden_TH.shape[1]))
-    dist.all_gather_into_tensor(gathered_TH, hidden_TH.detach().contiguous(), group=head.layout.tp_group)
+    gathered_TH = hidden_TH.new_empty((len(hidden_TH) * call.tp_group.size(), hidden_TH.shape[1]))
+    dist.all_gather_into_tensor(gathered_TH, hidden_TH.detach().contiguous(), group=call.tp_group)
     return gathered_TH
 
 
-def _reduced(grad_RH: Tensor, hidden_TH: Tensor, rows_R: Tensor | None, head: Head) -> Tensor:
+def _reduced(grad_RH: Tensor, hidden_TH: Tensor, call: Call, head: Head) -> Tensor:
     """d hidden as the input was: summed over the shards of the vocabulary, and scattered where it was gathered."""
-    group = head.layout.tp_group
+    group, rows_R = call.tp_group, call.rows_R
     if group is not None and group.size() > 1 and not head.sequence_parallel:
         dist.all_reduce(grad_RH, group=group)
     grad_TH = grad_RH if rows_R is None else torch.zeros_like(hidden_TH).index_add_(0, rows_R, grad_RH)

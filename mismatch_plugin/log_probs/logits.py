@@ -6,32 +6,23 @@ libraries in `backends`.
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mismatch_plugin.config.settings import LogProbBackend as Backend
 from mismatch_plugin.log_probs.arguments import (
+    Call,
     Entropy,
-    Layout,
     LogProbs,
     RaggedSamplingMask,
-    check_choice,
-    check_devices,
-    check_rows,
-    check_sampling_mask,
-    check_tensors,
     checked_backend,
-    checked_temperature,
-    shard,
+    checked_call,
 )
-from mismatch_plugin.log_probs.backends import (
-    choose_arithmetic,
-    megatron_log_probs,
-    transformer_engine_log_probs,
-)
+from mismatch_plugin.log_probs.backends import choose_arithmetic, megatron_log_probs, transformer_engine_log_probs
 from mismatch_plugin.log_probs.torch_arithmetic import default_block_rows
 
 BORROWED = {"megatron": megatron_log_probs, "transformer-engine": transformer_engine_log_probs}
@@ -96,41 +87,63 @@ def vocab_parallel_log_probs(
     Source: the online softmax of Milakov & Gimelshein 2018 (https://arxiv.org/abs/1805.02867), sharded as in
         Megatron-LM.
     """
-    tp_rank, tp_size = (0, 1) if tp_group is None else (tp_group.rank(), tp_group.size())
-    check_choice("entropy", entropy, get_args(Entropy))
     backend = checked_backend(backend)
-    check_tensors(logits, targets, rows, len(logits))
-    temperature = checked_temperature(temperature, targets)
-    check_devices(logits, "logits", targets=targets, rows=rows, temperature=temperature, sampling_mask=sampling_mask)
-    check_rows(rows, len(logits))
-    start, columns = shard(logits.shape[1], vocab_size, vocab_start, tp_rank, tp_size)
-    check_sampling_mask(sampling_mask, logits.shape[1], targets)
+    width = logits.shape[-1]
+    call = checked_call(
+        logits, targets, name="logits", tokens=len(logits), width=width, rows=rows, temperature=temperature,
+        sampling_mask=sampling_mask, tp_group=tp_group, vocab_size=vocab_size, vocab_start=vocab_start, entropy=entropy,
+        inplace_gradient=inplace_gradient, block_rows=block_rows or default_block_rows(logits, width),
+    )  # fmt: skip
     if inplace_gradient and any(n > 1 and step == 0 for n, step in zip(logits.shape, logits.stride(), strict=True)):
         raise ValueError("logits is expanded: rows share their storage, which inplace_gradient=True would overwrite.")
     if block_rows is not None and block_rows < 1:
         raise ValueError(f"block_rows={block_rows} must be at least 1: leave it out for the default.")
 
     if backend in BORROWED:
+        tp_rank, tp_size = (0, 1) if tp_group is None else (tp_group.rank(), tp_group.size())
         refused = {
             f"entropy={entropy!r}": entropy != "none",
             "a sampling_mask": sampling_mask is not None,
             "inplace_gradient=True": inplace_gradient,
-            f"padding (vocab_size={vocab_size})": vocab_size not in (None, logits.shape[1] * tp_size),
-            f"uneven shards (vocab_start={vocab_start})": start != tp_rank * logits.shape[1],
+            f"padding (vocab_size={vocab_size})": vocab_size not in (None, width * tp_size),
+            f"uneven shards (vocab_start={vocab_start})": call.vocab_start != tp_rank * width,
             f"{logits.dtype} logits": logits.dtype == torch.float64,
         }
         for what, asked in refused.items():
             if asked:
                 raise ValueError(f"backend={backend!r} cannot do {what}: use backend='torch'.")
-        return LogProbs(BORROWED[backend](logits, targets, rows, temperature, tp_group), None)
+        return LogProbs(BORROWED[backend](logits, call), None)
+    return LogProbs(*LogProbsFunction.apply(logits, call, choose_arithmetic(logits, backend)))
 
-    function = choose_arithmetic(logits, backend).LogProbsFunction
-    layout = Layout(
-        tp_group=tp_group,
-        vocab_start=start,
-        columns=columns,
-        entropy=entropy,
-        inplace_gradient=inplace_gradient,
-        block_rows=block_rows or default_block_rows(logits),
-    )
-    return LogProbs(*function.apply(logits, targets, rows, temperature, sampling_mask, layout))
+
+class LogProbsFunction(torch.autograd.Function):
+    """(log_probs [R], entropy [R] or None); the gradient goes to the logits only. Collectives: one all-gather forward.
+
+    Keeps the inputs (no copies) and three floats a target; the exponentials are computed again in backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, call: Call, arithmetic: Any) -> tuple[Tensor, Tensor | None]:
+        statistics_4R = arithmetic.local_statistics(arithmetic.prepare(logits_TV, call))
+        log_probs_R, entropy_R, shift_R, total_R = arithmetic.finish(call.gather(statistics_4R), call)
+        call.save(ctx, entropy_R, logits_TV, shift_R, total_R)
+        ctx.arithmetic, ctx.overwritten = arithmetic, False
+        return log_probs_R, entropy_R
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # once_differentiable hides the names
+        ctx: Any, grad_log_probs_R: Tensor | None, grad_entropy_R: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        if ctx.overwritten:
+            raise RuntimeError(
+                "inplace_gradient=True has overwritten the logits with their gradient in the first backward: a second "
+                "backward through the same log-probs needs inplace_gradient=False."
+            )
+        logits_TV, shift_R, total_R, entropy_R = ctx.saved_tensors[:4]
+        ctx.overwritten = ctx.call.inplace_gradient
+        inputs = ctx.arithmetic.prepare(logits_TV, ctx.call)
+        gradient_TV = ctx.arithmetic.gradient(inputs, shift_R, total_R, entropy_R, grad_log_probs_R, grad_entropy_R)
+        if ctx.overwritten:  # autograd does not see what a kernel writes; others that saved the logits must learn of it
+            torch.autograd.graph.increment_version(logits_TV)
+        return gradient_TV, None, None

@@ -1,6 +1,6 @@
 """Log-probs and entropy from vocabulary-sharded logits: the arithmetic, in eager torch on CPU or CUDA.
 
-The door, with the contract of every argument, is `log_probs.vocab_parallel_log_probs`; nothing is validated here.
+The contract of every argument stands in `logits.vocab_parallel_log_probs`; nothing is validated here.
 
 Legend: T rows of logits, R targets (R = T unless rows are picked), B rows of one block, V columns of this shard,
 W of them inside the vocabulary, P ranks of the tensor-parallel group.
@@ -16,21 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import repeat
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from mismatch_plugin.log_probs.arguments import (
-    OVERWRITTEN,
-    Layout,
-    RaggedSamplingMask,
-    declare_outputs,
-    gather_statistics,
-    keep_arguments,
-    kept_arguments,
-)
+from mismatch_plugin.log_probs.arguments import Call, RaggedSamplingMask
 
 ZERO_EXPONENT = -1e4
 """2^-1e4 is 0 in every dtype, while -1e4 · 0 is 0 where −inf · 0 would be NaN."""
@@ -42,71 +32,19 @@ _DEVICE_BLOCK = 2**24
 """Elements of a block elsewhere: 64 MiB of float32, so that kernels outlast their launch."""
 
 
-def default_block_rows(logits_TV: Tensor) -> int:
-    """Rows of a block if the caller does not choose."""
-    elements = _CPU_BLOCK if logits_TV.device.type == "cpu" else _DEVICE_BLOCK
-    return max(1, elements // max(1, logits_TV.shape[1]))
-
-
-class LogProbsFunction(torch.autograd.Function):
-    """(log_probs [R], entropy [R] or None); the gradient goes to the logits only. Collectives: one all-gather forward.
-
-    Keeps the inputs (no copies) and three floats a target; the exponentials are computed again in backward.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits_TV: Tensor,
-        targets_R: Tensor,
-        rows_R: Tensor | None,
-        temperature: float | Tensor,
-        sampling_mask: Tensor | RaggedSamplingMask | None,
-        layout: Layout,
-    ) -> tuple[Tensor, Tensor | None]:
-        blocks = prepare(logits_TV, targets_R, rows_R, temperature, sampling_mask, layout)
-        statistics_P4R = gather_statistics(local_statistics(blocks), layout.tp_group)
-        log_probs_R, entropy_R, shift_R, total_R = finish(statistics_P4R, targets_R, layout.entropy != "none")
-
-        temperature_R, mask = keep_arguments(ctx, temperature, sampling_mask)
-        kept_entropy_R = entropy_R if layout.entropy == "grad" else None
-        ctx.save_for_backward(logits_TV, targets_R, rows_R, temperature_R, mask, shift_R, total_R, kept_entropy_R)
-        ctx.layout = layout
-        ctx.overwritten = False
-        declare_outputs(ctx, entropy_R, layout)
-        return log_probs_R, entropy_R
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # once_differentiable hides the names
-        ctx: Any, grad_log_probs_R: Tensor | None, grad_entropy_R: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        if ctx.overwritten:
-            raise RuntimeError(OVERWRITTEN)
-        logits_TV, targets_R, rows_R, temperature_R, mask, shift_R, total_R, entropy_R = ctx.saved_tensors
-        temperature, sampling_mask = kept_arguments(ctx, temperature_R, mask)
-        blocks = prepare(logits_TV, targets_R, rows_R, temperature, sampling_mask, ctx.layout)
-        ctx.overwritten = ctx.layout.inplace_gradient
-        gradient_TV = gradient(blocks, shift_R, total_R, entropy_R, grad_log_probs_R, grad_entropy_R)
-        return gradient_TV, None, None, None, None, None
+def default_block_rows(inputs: Tensor, width: int) -> int:
+    """Rows of a block of so many columns if the caller does not choose."""
+    elements = _CPU_BLOCK if inputs.device.type == "cpu" else _DEVICE_BLOCK
+    return max(1, elements // max(1, width))
 
 
 class Blocks:
     """Reads the logits by blocks: picked rows, columns inside the vocabulary, filtered, in the accumulation dtype."""
 
-    def __init__(
-        self,
-        logits_TV: Tensor,
-        targets_R: Tensor,
-        rows_R: Tensor | None,
-        temperature: float | Tensor,
-        sampling_mask: Tensor | RaggedSamplingMask | None,
-        layout: Layout,
-    ) -> None:
-        self.logits_TV = logits_TV.detach()
-        self.rows_R = rows_R
-        self.layout = layout
-        self.count = targets_R.shape[0]
+    def __init__(self, logits_TV: Tensor, call: Call) -> None:
+        self.logits_TV, self.rows_R, self.call = logits_TV.detach(), call.rows_R, call
+        targets_R, temperature = call.targets_R, call.temperature
+        self.count = len(targets_R)
         self.dtype = torch.float64 if logits_TV.dtype == torch.float64 else torch.float32
         """Of sums, results and everything per row."""
         self.unit: float | Tensor  # what a logit is multiplied with to be an exponent of 2: a float or [R]
@@ -116,13 +54,13 @@ class Blocks:
             self.unit = math.log2(math.e) / temperature
 
         self.ignored_R = targets_R < 0
-        local_R = targets_R.to(torch.int64) - layout.vocab_start
-        self.owned_R = (local_R >= 0) & (local_R < layout.columns) & ~self.ignored_R
+        local_R = targets_R.to(torch.int64) - call.vocab_start
+        self.owned_R = (local_R >= 0) & (local_R < call.columns) & ~self.ignored_R
         self.target_column_R = torch.where(self.owned_R, local_R, 0)
 
-        self.size = min(layout.block_rows, max(1, self.count))
-        self.scratch_BW = logits_TV.new_empty((self.size, layout.columns), dtype=self.dtype)
-        self.filter = None if sampling_mask is None else _Filter(sampling_mask, self)
+        self.size = min(call.block_rows, max(1, self.count))
+        self.scratch_BW = logits_TV.new_empty((self.size, call.columns), dtype=self.dtype)
+        self.filter = None if call.sampling_mask is None else _Filter(call.sampling_mask, self)
 
     def split(self, values: Tensor) -> tuple[Tensor, ...]:
         """[R, …] by blocks: views made all at once, which on CPU would otherwise cost as much as what is computed."""
@@ -157,7 +95,7 @@ class Blocks:
 
     def _logits(self) -> Iterator[Tensor]:
         """[B, W] in the accumulation dtype, −inf where filtered: views of the logits where that will do."""
-        columns, penalties = self.layout.columns, repeat(None) if self.filter is None else self.filter.penalties(self)
+        columns, penalties = self.call.columns, repeat(None) if self.filter is None else self.filter.penalties(self)
         if self.rows_R is None:
             parts = iter(self.split(self.logits_TV[:, :columns]))
         else:
@@ -186,7 +124,7 @@ class _Filter:
     def __init__(self, mask: Tensor | RaggedSamplingMask, blocks: Blocks) -> None:
         # Keeps nothing of `blocks`: a cycle would hold the logits and the scratch until the garbage collector runs.
         self.mask_RV = mask if isinstance(mask, Tensor) else None
-        columns = blocks.layout.columns
+        columns = blocks.call.columns
         # One column more than there are: what belongs to other shards is written there, for want of a condition.
         self.penalty_BW1 = blocks.scratch_BW.new_empty((blocks.size, columns + 1))
         self.target_column_R1 = torch.where(blocks.owned_R, blocks.target_column_R, columns)[:, None]
@@ -197,7 +135,7 @@ class _Filter:
             self.row_K = torch.repeat_interleave(
                 torch.arange(blocks.count, device=device), counts_R, output_size=mask.token_ids.shape[0]
             )
-            local_K = mask.token_ids.to(torch.int64) - blocks.layout.vocab_start
+            local_K = mask.token_ids.to(torch.int64) - blocks.call.vocab_start
             self.column_K = torch.where((local_K >= 0) & (local_K < columns), local_K, columns)
             self.start_R1 = torch.where(counts_R[:, None] > 0, -math.inf, 0.0)
 
@@ -222,10 +160,10 @@ class _Filter:
 
 def local_statistics(blocks: Blocks) -> Tensor:
     """[4, R] of this shard: maximum·unit, Σ e, Σ e·z and the target's z (−inf where another shard owns it)."""
-    with_entropy = blocks.layout.entropy != "none"
+    with_entropy = blocks.call.entropy != "none"
     statistics_4R = blocks.scratch_BW.new_zeros((4, blocks.count))
     maximum_R, total_R, weighted_R, target_R = statistics_4R.unbind(0)
-    if blocks.layout.columns == 0:  # all of it is padding
+    if blocks.call.columns == 0:  # all of it is padding
         maximum_R.fill_(torch.finfo(blocks.dtype).min)
         target_R.fill_(-math.inf)
         return statistics_4R
@@ -243,19 +181,19 @@ def local_statistics(blocks: Blocks) -> Tensor:
     return statistics_4R
 
 
-def finish(
-    statistics_P4R: Tensor, targets_R: Tensor, with_entropy: bool
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+def finish(statistics_P4R: Tensor, call: Call) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """(log_probs, entropy, shift, Σ e), each [R], of the whole vocabulary: the same bits on every rank."""
     shift_R, total_R, weighted_R, target_R = _combine(statistics_P4R)
-    log2_total_R, ignored_R = total_R.log2(), targets_R < 0
+    log2_total_R, ignored_R = total_R.log2(), call.targets_R < 0
 
     def select(bits_R: Tensor) -> Tensor:
         return torch.where(ignored_R, 0.0, bits_R * math.log(2))
 
     # Rounding may leave a certain token a hair above 0.
     log_probs_R = select(target_R - log2_total_R).clamp_max_(0.0)
-    entropy_R = select(log2_total_R - weighted_R / total_R).clamp_min_(0.0) if with_entropy else None
+    entropy_R = None
+    if call.entropy != "none":
+        entropy_R = select(log2_total_R - weighted_R / total_R).clamp_min_(0.0)
     return log_probs_R, entropy_R, shift_R, total_R
 
 
@@ -288,7 +226,7 @@ def gradient(
         g·(1[j = target] − p_j) − h·p_j·(ln p_j + H).
     As p = e / total and ln p = ln2·(z − log2 total), that is e·(constant + slope·z), plus g at the target.
     """
-    logits_TV, columns = blocks.logits_TV, blocks.layout.columns
+    logits_TV, columns = blocks.logits_TV, blocks.call.columns
     inverse_temperature = blocks.unit * math.log(2)
     g_R = torch.zeros_like(total_R) if grad_log_probs_R is None else blocks.select(grad_log_probs_R.to(blocks.dtype))
     constant_R, slope_R = -g_R, None
@@ -302,7 +240,7 @@ def gradient(
     bits = torch.int64 if blocks.dtype == torch.float64 else torch.int32
     computed_bits_R = torch.where(blocks.ignored_R, 0, -1).to(bits)
 
-    gradient_TV = logits_TV if blocks.layout.inplace_gradient else torch.empty_like(logits_TV)
+    gradient_TV = logits_TV if blocks.call.inplace_gradient else torch.empty_like(logits_TV)
     direct = blocks.rows_R is None and logits_TV.dtype == blocks.dtype
     exp_BW = blocks.scratch_BW if slope_R is None else torch.empty_like(blocks.scratch_BW)
 

@@ -23,16 +23,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mismatch_plugin.log_probs import triton_kernels
-from mismatch_plugin.log_probs.arguments import (
-    OVERWRITTEN,
-    Layout,
-    RaggedSamplingMask,
-    declare_outputs,
-    gather_statistics,
-)
+from mismatch_plugin.log_probs.arguments import Call, RaggedSamplingMask
 
 kernels: Any = triton_kernels  # A launch has other arguments than the kernel's signature says.
 
@@ -64,8 +57,7 @@ class Inputs(NamedTuple):
     """What the kernels read, prepared on the device."""
 
     logits_TV: Tensor
-    targets_R: Tensor
-    rows_R: Tensor | None
+    call: Call
     unit: float
     """What a logit is multiplied with to be an exponent of 2; without a meaning if there are `units_R`."""
     units_R: Tensor | None
@@ -73,7 +65,6 @@ class Inputs(NamedTuple):
     kept_K: Tensor | None
     """int32 columns of this shard, ascending in a row; what is elsewhere, or there already, is `_NO_COLUMN`."""
     offsets_R1: Tensor | None
-    layout: Layout
 
     @property
     def filter(self) -> int:
@@ -86,87 +77,30 @@ class Inputs(NamedTuple):
         return chosen.value
 
 
-class LogProbsFunction(torch.autograd.Function):
-    """(log_probs [R], entropy [R] or None), as `torch_arithmetic.LogProbsFunction`, except for float64 logits."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits_TV: Tensor,
-        targets_R: Tensor,
-        rows_R: Tensor | None,
-        temperature: float | Tensor,
-        sampling_mask: Tensor | RaggedSamplingMask | None,
-        layout: Layout,
-    ) -> tuple[Tensor, Tensor | None]:
-        inputs = prepare(logits_TV.detach(), targets_R, rows_R, temperature, sampling_mask, layout)
-        statistics_P4R = gather_statistics(local_statistics(inputs), layout.tp_group)
-        log_probs_R, entropy_R, shift_R, total_R = finish(statistics_P4R, inputs.targets_R, layout.entropy != "none")
-
-        kept_entropy_R = entropy_R if layout.entropy == "grad" else None
-        ctx.save_for_backward(
-            logits_TV, inputs.targets_R, inputs.rows_R, inputs.units_R, inputs.mask_RV, inputs.kept_K,
-            inputs.offsets_R1, shift_R, total_R, kept_entropy_R,
-        )  # fmt: skip
-        ctx.unit, ctx.layout = inputs.unit, layout
-        ctx.overwritten = False
-        declare_outputs(ctx, entropy_R, layout)
-        return log_probs_R, entropy_R
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # once_differentiable hides the names
-        ctx: Any, grad_log_probs_R: Tensor | None, grad_entropy_R: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        if ctx.overwritten:
-            raise RuntimeError(OVERWRITTEN)
-        logits_TV, targets_R, rows_R, units_R, mask_RV, kept_K, offsets_R1, shift_R, total_R, entropy_R = (
-            ctx.saved_tensors
-        )
-        ctx.overwritten = ctx.layout.inplace_gradient
-        inputs = Inputs(
-            logits_TV.detach(), targets_R, rows_R, ctx.unit, units_R, mask_RV, kept_K, offsets_R1, ctx.layout
-        )
-        if entropy_R is None:
-            grad_entropy_R = None
-        gradient_TV = gradient(inputs, shift_R, total_R, entropy_R, grad_log_probs_R, grad_entropy_R)
-        if ctx.layout.inplace_gradient:  # which autograd does not see; others that saved the logits must learn of it
-            torch.autograd.graph.increment_version(logits_TV)
-        return gradient_TV, None, None, None, None, None
-
-
-def prepare(
-    logits_TV: Tensor,
-    targets_R: Tensor,
-    rows_R: Tensor | None,
-    temperature: float | Tensor,
-    sampling_mask: Tensor | RaggedSamplingMask | None,
-    layout: Layout,
-) -> Inputs:
-    """The arguments of the Function as the kernels want them. Host syncs: none."""
-    unit, units_R = 1.0, None
+def prepare(logits_TV: Tensor, call: Call) -> Inputs:
+    """What the kernels want of a call. Host syncs: none."""
+    unit, units_R, temperature = 1.0, None, call.temperature
     if isinstance(temperature, Tensor):
         units_R = math.log2(math.e) / temperature.detach().to(torch.float32).contiguous()
     else:
         unit = math.log2(math.e) / temperature
     mask_RV, kept_K, offsets_R1 = None, None, None
-    if isinstance(sampling_mask, RaggedSamplingMask):
-        kept_K, offsets_R1 = _kept_columns(sampling_mask, layout)
-    elif sampling_mask is not None:
-        mask_RV = sampling_mask.view(torch.uint8)
-    rows_R = None if rows_R is None else rows_R.contiguous()
-    return Inputs(logits_TV, targets_R.contiguous(), rows_R, unit, units_R, mask_RV, kept_K, offsets_R1, layout)
+    if isinstance(call.sampling_mask, RaggedSamplingMask):
+        kept_K, offsets_R1 = _kept_columns(call.sampling_mask, call)
+    elif call.sampling_mask is not None:
+        mask_RV = call.sampling_mask.view(torch.uint8)
+    return Inputs(logits_TV.detach(), call, unit, units_R, mask_RV, kept_K, offsets_R1)
 
 
-def _kept_columns(mask: RaggedSamplingMask, layout: Layout) -> tuple[Tensor, Tensor]:
+def _kept_columns(mask: RaggedSamplingMask, call: Call) -> tuple[Tensor, Tensor]:
     """(`Inputs.kept_K`, the offsets on the device): sorted, as an id that is there twice must count once."""
     device = mask.token_ids.device
     offsets_R1 = mask.offsets.to(device, non_blocking=True)
     row_K = torch.repeat_interleave(
         torch.arange(len(mask.offsets) - 1, device=device), offsets_R1.diff(), output_size=len(mask.token_ids)
     )
-    local_K = mask.token_ids.to(torch.int64) - layout.vocab_start
-    local_K = torch.where((local_K >= 0) & (local_K < layout.columns), local_K, _NO_COLUMN)
+    local_K = mask.token_ids.to(torch.int64) - call.vocab_start
+    local_K = torch.where((local_K >= 0) & (local_K < call.columns), local_K, _NO_COLUMN)
     sorted_K = row_K.mul_(_NO_COLUMN + 1).add_(local_K).sort().values
     kept_K = (sorted_K & _NO_COLUMN).to(torch.int32)
     kept_K[1:].masked_fill_(sorted_K[1:] == sorted_K[:-1], _NO_COLUMN)
@@ -175,29 +109,29 @@ def _kept_columns(mask: RaggedSamplingMask, layout: Layout) -> tuple[Tensor, Ten
 
 def local_statistics(inputs: Inputs) -> Tensor:
     """[4, R] of this shard: maximum·unit, Σ e, Σ e·z (0 if the entropy is not asked for) and the target's z."""
-    logits_TV, targets_R, layout = inputs.logits_TV, inputs.targets_R, inputs.layout
+    logits_TV, call = inputs.logits_TV, inputs.call
+    targets_R, rows_R = call.targets_R, call.rows_R
     statistics_4R = logits_TV.new_empty((4, len(targets_R)), dtype=torch.float32)
     if len(targets_R) == 0:
         return statistics_4R
     line = _VECTOR_BYTES // logits_TV.element_size()
-    block = min(FORWARD_BLOCK, max(32 * line, triton.next_power_of_2(layout.columns)))
+    block = min(FORWARD_BLOCK, max(32 * line, triton.next_power_of_2(call.columns)))
     with torch.cuda.device_of(logits_TV):
         kernels.statistics_kernel[(len(targets_R),)](
-            logits_TV, *logits_TV.stride(), inputs.rows_R, targets_R, inputs.unit, inputs.units_R,
+            logits_TV, *logits_TV.stride(), rows_R, targets_R, inputs.unit, inputs.units_R,
             *_mask_arguments(inputs), inputs.kept_K, inputs.offsets_R1, statistics_4R, len(targets_R),
-            layout.vocab_start, layout.columns, logits_TV.shape[1],
-            FILTER=inputs.filter, ENTROPY=layout.entropy != "none", CONTIGUOUS=_contiguous(logits_TV, inputs.mask_RV),
+            call.vocab_start, call.columns, logits_TV.shape[1],
+            FILTER=inputs.filter, ENTROPY=call.entropy != "none", CONTIGUOUS=_contiguous(logits_TV, inputs.mask_RV),
             LINES=block // line, LINE=line, num_warps=_warps(block), enable_fp_fusion=FUSION,
         )  # fmt: skip
     return statistics_4R
 
 
-def finish(
-    statistics_P4R: Tensor, targets_R: Tensor, with_entropy: bool
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+def finish(statistics_P4R: Tensor, call: Call) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """(log_probs, entropy, shift, Σ e), each [R], of the whole vocabulary: the same bits on every rank."""
+    targets_R = call.targets_R
     log_probs_R, shift_R, total_R = statistics_P4R.new_empty((3, len(targets_R))).unbind(0)
-    entropy_R = torch.empty_like(log_probs_R) if with_entropy else None
+    entropy_R = None if call.entropy == "none" else torch.empty_like(log_probs_R)
     if len(targets_R):
         with torch.cuda.device_of(statistics_P4R):
             kernels.finish_kernel[(triton.cdiv(len(targets_R), _ROW_BLOCK),)](
@@ -216,17 +150,18 @@ def gradient(
     grad_entropy_R: Tensor | None,
 ) -> Tensor:
     """dL/dlogits [T, V] of this shard in the logits' dtype, in a new tensor or in the logits' own storage."""
-    logits_TV, targets_R, layout = inputs.logits_TV, inputs.targets_R, inputs.layout
-    gradient_TV = logits_TV if layout.inplace_gradient else torch.empty_like(logits_TV)
+    logits_TV, call = inputs.logits_TV, inputs.call
+    targets_R, rows_R = call.targets_R, call.rows_R
+    gradient_TV = logits_TV if call.inplace_gradient else torch.empty_like(logits_TV)
     (tokens, width), count = logits_TV.shape, len(targets_R)
     if tokens == 0 or width == 0:
         return gradient_TV
     coefficients_R5 = shift_R.new_empty((count, 5))
     with_slope = grad_entropy_R is not None
     target_of_row_T = values_K = target_values_R = None
-    if inputs.rows_R is not None:
+    if rows_R is not None:
         target_of_row_T = torch.full((tokens,), -1, device=logits_TV.device)
-        target_of_row_T.index_copy_(0, inputs.rows_R, torch.arange(count, device=logits_TV.device))
+        target_of_row_T.index_copy_(0, rows_R, torch.arange(count, device=logits_TV.device))
     with torch.cuda.device_of(logits_TV):
         if count:
             kernels.coefficients_kernel[(triton.cdiv(count, _ROW_BLOCK),)](
@@ -238,8 +173,8 @@ def gradient(
         if inputs.kept_K is not None and count:
             values_K, target_values_R = logits_TV.new_empty(len(inputs.kept_K)), logits_TV.new_empty(count)
             kernels.kept_gradient_kernel[(count,)](
-                logits_TV, *logits_TV.stride(), inputs.rows_R, targets_R, inputs.kept_K, inputs.offsets_R1,
-                coefficients_R5, values_K, target_values_R, layout.vocab_start, layout.columns,
+                logits_TV, *logits_TV.stride(), rows_R, targets_R, inputs.kept_K, inputs.offsets_R1,
+                coefficients_R5, values_K, target_values_R, call.vocab_start, call.columns,
                 SLOPE=with_slope, BLOCK=_KEPT_BLOCK, enable_fp_fusion=FUSION,
             )  # fmt: skip
         block = min(BACKWARD_BLOCK, max(256, triton.next_power_of_2(width)))
@@ -247,15 +182,15 @@ def gradient(
         kernels.gradient_kernel[(tokens * blocks,)](
             logits_TV, *logits_TV.stride(), gradient_TV, *gradient_TV.stride(), target_of_row_T, targets_R,
             *_mask_arguments(inputs), inputs.offsets_R1, coefficients_R5,
-            layout.vocab_start, layout.columns, width,
+            call.vocab_start, call.columns, width,
             FILTER=inputs.filter, SLOPE=with_slope,
             CONTIGUOUS=_contiguous(logits_TV, gradient_TV, inputs.mask_RV),
             BLOCKS=blocks, BLOCK=block, num_warps=_warps(block), enable_fp_fusion=FUSION,
         )  # fmt: skip
         if values_K is not None:
             kernels.kept_write_kernel[(count,)](
-                gradient_TV, *gradient_TV.stride(), inputs.rows_R, targets_R, inputs.kept_K, inputs.offsets_R1,
-                values_K, target_values_R, layout.vocab_start, layout.columns, BLOCK=_KEPT_BLOCK,
+                gradient_TV, *gradient_TV.stride(), rows_R, targets_R, inputs.kept_K, inputs.offsets_R1,
+                values_K, target_values_R, call.vocab_start, call.columns, BLOCK=_KEPT_BLOCK,
                 enable_fp_fusion=FUSION,
             )  # fmt: skip
     return gradient_TV

@@ -131,32 +131,6 @@ def test_a_mean_of_zero_is_factor_one(level: str) -> None:
     assert float(found.statistics.batch_factor()) == 1.0
 
 
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_infinite_upper_bound_means_e_to_the_20(level: str) -> None:
-    # One token of ρ = e^30 and one of e^-30; lo = 1/hi = e^-20.
-    batch = mp.PackedSequences.from_lists(
-        old_log_probs=[[-1.0], [-31.0], [-1.0]],
-        rollout_log_probs=[[-31.0], [-1.0], [-2.0]],
-        loss_masks=[[1], [1], [1]],
-    )
-    for mode, expected in {
-        "truncate": [math.exp(20), math.exp(-20), math.e],
-        "clip": [math.exp(20), math.exp(-20), math.e],
-        "mask": [0.0, 0.0, math.e],
-    }.items():
-        found = mp.correct(batch, tis(mode=mode, level=level, upper_bound=INF)).weights.tolist()
-        assert found == pytest.approx(expected, rel=1e-6), mode
-
-
-def test_lower_bound_zero_is_no_lower_bound() -> None:
-    weights = [[0.6, 1, 2], [2, 0, 0.25], [0.1], [0], [1.5, 1.6]]
-    assert same(rows(BATCH, mp.correct(BATCH, tis(mode="clip", lower_bound=0.0)).weights), weights)
-    found = mp.correct(BATCH, tis(mode="mask", lower_bound=0.0))
-    assert same(rows(BATCH, found.weights), [[0.6, 1, 0], [0, 0, 0.25], [0.1], [0], [1.5, 1.6]])
-    found = mp.correct(BATCH, rejection(mp.Criterion(lower_bound=0.0, upper_bound=2.0)))
-    assert rows(BATCH, found.keep) == [[1, 1, 0], [0, 0, 1], [1], [0], [1, 1]]
-
-
 # Two response tokens (and a masked one between them) p → q:  0.5 → 0.25 (l = −ln 2)  and  0.2 → 0.6 (l = ln 3).
 LN2, LN3, LN15 = math.log(2), math.log(3), math.log(1.5)
 STATISTICS = {  # the statistic at either token
@@ -204,15 +178,6 @@ def test_sequence_criteria(statistic: Any, aggregate: Any) -> None:
     assert verdict(value + EDGE, 100.0)[0] == nothing[0]
 
 
-@pytest.mark.parametrize("statistic", ["ratio", "k1"])
-def test_the_largest_ratio_is_not_that_of_a_masked_token(statistic: Any) -> None:
-    # ρ = .5, masked, .4: the largest is .5, although l = 0 (ρ = 1) stands at the masked token.
-    batch = packed([[0.25, NAN, 0.2]], [[0.5, 0.9, 0.5]], [[1, 0, 1]])
-    for lower, expected in ((0.5 + EDGE, [0, 0, 0]), (0.5 - EDGE, [1, 0, 1])):
-        criterion = mp.Criterion(statistic=statistic, aggregate="sequence_max", lower_bound=lower, upper_bound=9.0)
-        assert mp.correct(batch, rejection(criterion)).keep.tolist() == expected
-
-
 @pytest.mark.parametrize("statistic", STATISTICS)
 def test_token_criteria(statistic: Any) -> None:
     first, second = STATISTICS[statistic]
@@ -246,85 +211,3 @@ def test_veto() -> None:
         old_log_probs=[[-26.0], [-23.0]], rollout_log_probs=[[-1.0], [-1.0]], loss_masks=[[1], [1]]
     )
     assert rows(batch, mp.correct(batch, rejection(veto=1e-10)).keep) == [[0], [1]]
-
-
-def test_criteria_are_anded_and_each_is_judged_on_the_original_mask() -> None:
-    # A: l = −.5108, 0, 1.0986; mean l² / 2 = (.1305 + 0 + .6035)/3 = .2447. Without its third token it would be .0652.
-    token = mp.Criterion(upper_bound=2.0)
-    mean = mp.Criterion(statistic="k2", aggregate="sequence_mean", upper_bound=0.2)
-    # E: l = .4055, .47; (.0822 + .1104)/2 = .0963. B: (1.3863²) / 2 = .9609. C: 2.3026² / 2 = 2.65.
-    assert rows(BATCH, mp.correct(BATCH, rejection(token, mean)).keep) == [[0] * 3, [0] * 3, [0], [0], [1, 1]]
-    # B's product is 1 on the original mask, and 4 after C2 took its second token: the sequence criterion keeps it.
-    low = mp.Criterion(lower_bound=0.3, upper_bound=10.0)
-    product = mp.Criterion(statistic="k1", aggregate="sequence_sum", lower_bound=0.9, upper_bound=2.0)
-    assert rows(BATCH, mp.correct(BATCH, rejection(low, product)).keep) == [[1] * 3, [1, 0, 0], [0], [0], [0, 0]]
-    # Order does not matter, and rejection leaves the weights alone.
-    for config in (rejection(low, product), rejection(product, low)):
-        assert rows(BATCH, mp.correct(BATCH, config).weights) == ALL
-    found = mp.correct(BATCH, tis(rs=mp.Rejection(criteria=(low, product), veto_threshold=0.01)))
-    assert same(rows(BATCH, found.weights), WEIGHTS["truncate", "token", 2.0][0])
-
-
-def test_mask_mode_and_rejection_together() -> None:
-    # Mask at sequence level drops C and E (weight 0); the token criterion drops tokens of A and B and leaves weights.
-    config = tis(mode="mask", level="sequence", rs=mp.Rejection(criteria=(mp.Criterion(),)))
-    found = mp.correct(BATCH, config)
-    assert same(rows(BATCH, found.weights), [[1.8] * 3, [1, 0, 1], [0], [0], [0, 0]])
-    assert rows(BATCH, found.keep) == [[1, 1, 0], [0, 0, 0], [0], [0], [0, 0]]
-
-
-def test_dry_run_applies_nothing_and_reports_everything() -> None:
-    rs = mp.Rejection.model_validate({"criteria": ["sequence_sum:ratio:0.5:2.0"], "veto_threshold": 0.2})
-    settings: dict[str, Any] = {"mode": "mask", "rs": rs}
-    wet, dry = mp.correct(BATCH, tis(**settings)), mp.correct(BATCH, tis(**settings, dry_run=True))
-    assert rows(BATCH, dry.weights) == rows(BATCH, dry.keep) == ALL
-    assert rows(BATCH, wet.keep) == [[1, 1, 0], [0] * 3, [0], [0], [0, 0]]
-    metrics = dry.statistics.metrics()
-    # The criterion rejects C (1 token) and E (2) of 8 tokens, 2 of 4 sequences; the veto C; mask 4 tokens, E besides.
-    assert metrics["rollout_corr/rollout_rs_sequence_sum_ratio_masked_fraction"] == pytest.approx(3 / 8)
-    assert metrics["rollout_corr/rollout_rs_sequence_sum_ratio_seq_masked_fraction"] == pytest.approx(2 / 4)
-    assert metrics["rollout_corr/rollout_is_veto_fraction"] == pytest.approx(1 / 4)
-    assert metrics["rollout_corr/rollout_is_masked_fraction"] == pytest.approx(6 / 8)
-
-
-def test_level_none_is_weight_one() -> None:
-    config = mp.MismatchConfig(
-        use_rollout_log_probs=True,
-        use_tis=True,
-        tis=mp.ImportanceSampling(level="none"),
-        rs=mp.Rejection(veto_threshold=0.2),
-    )
-    found = mp.correct(BATCH, config)
-    assert rows(BATCH, found.weights) == ALL
-    assert rows(BATCH, found.keep) == [[1] * 3, [1, 0, 1], [0], [0], [1, 1]]
-
-
-def test_mask_mode_whose_bounds_exclude_one_leaves_padding_alone() -> None:
-    """Padding has l = 0, outside [.5, .8]: it must be no rejected token. ρ = e^−.5 = .6065 twice, both inside."""
-    settings = mp.MismatchConfig.model_validate(
-        {
-            "use_tis": True,
-            "aggregation": "seq-mean-token-mean",
-            "tis": {"mode": "mask", "lower_bound": 0.5, "upper_bound": 0.8},
-        }
-    )
-    packed = mp.PackedSequences.from_lists(
-        old_log_probs=[[-1.0] * 4], rollout_log_probs=[[-0.5] * 4], loss_masks=[[1, 1, 0, 0]], advantages=[1.0]
-    )
-    assert packed.old_log_probs is not None
-    result = mp.policy_loss(packed.old_log_probs.clone().requires_grad_(), packed, settings)
-    assert float(result.loss) == pytest.approx(-math.exp(-0.5))
-    assert result.correction.kept_N.tolist() == [2.0]
-    assert result.statistics.metrics()["rollout_corr/accepted_token_fraction"] == 1.0
-
-
-@pytest.mark.parametrize("scope", ["auto", "micro_batch"])
-def test_the_policy_loss_metric_is_the_loss_under_batch_normalisation(scope: str) -> None:
-    tis = {"upper_bound": 1.2, "batch_normalize": True, "batch_normalize_scope": scope}
-    settings = mp.MismatchConfig.model_validate({"use_tis": True, "tis": tis})
-    packed = mp.PackedSequences.from_lists(
-        old_log_probs=[[-0.5, -1.0]], rollout_log_probs=[[-1.0, -0.9]], loss_masks=[[1, 1]], advantages=[[1.0, 3.0]]
-    )
-    assert packed.old_log_probs is not None
-    result = mp.policy_loss(packed.old_log_probs.clone().requires_grad_(), packed, settings)
-    assert result.statistics.metrics()["rollout_corr/pg_loss"] == pytest.approx(float(result.loss))

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import mismatch_plugin as mp
-from tests.ragged import FLOATS, GARBAGE, LEVELS, MODES, Batch, batches, configs, equal, run, tolerance
+from tests.ragged import FLOATS, GARBAGE, Batch, batches, configs, equal, run, tolerance
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 
@@ -80,18 +80,6 @@ def test_packed_is_padded(batch: Batch, config: mp.MismatchConfig, extra: int, f
         assert all(not row[n:].any() for row, n in zip(found_rows, lengths, strict=True))
     equal([result.loss.detach()], [whole.loss], tolerance(batch))
     no_difference(result.statistics.metrics(), whole.metrics, 1e-4 if batch.dtype == torch.float32 else 1e-9)
-
-
-@fixed
-@given(batches(), configs(), st.randoms(use_true_random=False))
-def test_permuting_sequences_permutes_the_answer(batch: Batch, config: mp.MismatchConfig, random: Any) -> None:
-    order = list(range(len(batch)))
-    random.shuffle(order)
-    whole, shuffled = run(batch, config), run(batch.select(order), config)
-    equal([whole.weights[i] for i in order], shuffled.weights, tolerance(batch))
-    equal([whole.keep[i] for i in order], shuffled.keep)
-    equal([whole.gradient[i] for i in order], shuffled.gradient, tolerance(batch))
-    no_difference(whole.metrics, shuffled.metrics, 1e-4 if batch.dtype == torch.float32 else 1e-9)
 
 
 @fixed
@@ -185,34 +173,6 @@ def test_everything_rejected(batch: Batch, config: mp.MismatchConfig, aggregate:
 
 
 @fixed
-@given(batches(dtype=torch.float64), configs(metrics=("full",)), st.lists(st.integers(0, 5), max_size=3))
-def test_metrics_do_not_depend_on_the_split(batch: Batch, config: mp.MismatchConfig, cuts: list[int]) -> None:
-    """Catches a mean of means, a deviation merged as a deviation, a maximum that is summed; quantiles included."""
-    whole = run(batch, config)
-    edges = sorted({0, len(batch), *(cut for cut in cuts if cut <= len(batch))})
-    factor = whole.result.statistics.batch_factor()
-    parts = [
-        run(batch.select(list(range(a, b))), config, factor).result.statistics
-        for a, b in zip([*edges, len(batch)], [*edges[1:], len(batch), len(batch)], strict=False)  # the last are empty
-    ]
-    merged = parts[0]
-    for part in parts[1:]:
-        merged = merged.merge(part)
-    no_difference(merged.metrics(), whole.metrics, 1e-9)
-    assert float(merged.batch_factor()) == pytest.approx(float(factor), rel=1e-12)
-
-
-@fixed
-@given(st.tuples(*[batches(dtype=torch.float64)] * 3), configs(metrics=("full",)))
-def test_merge_is_commutative_and_associative(three: tuple[Batch, ...], config: mp.MismatchConfig) -> None:
-    x, y, z = (run(batch, config).result.statistics for batch in three)
-    equal([x.merge(y).sums, x.merge(y).maxima], [y.merge(x).sums, y.merge(x).maxima])
-    left, right = x.merge(y).merge(z), x.merge(y.merge(z))
-    equal([left.maxima], [right.maxima])
-    torch.testing.assert_close(left.sums, right.sums, rtol=1e-14, atol=1e-14)
-
-
-@fixed
 @given(batches(), configs(metrics=("full",)))
 def test_equal_engines_give_one_everywhere(batch: Batch, config: mp.MismatchConfig) -> None:
     config = config.model_copy(update={"rs": mp.Rejection(veto_threshold=0.5)})
@@ -264,24 +224,3 @@ def test_k3_is_never_negative(log_ratio: float, dtype: torch.dtype) -> None:
     )
     metrics = mp.correct(packed, mp.MismatchConfig()).statistics.metrics()
     assert metrics["rollout_corr/k3_kl"] >= 0.0
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("mode", MODES)
-def test_one_token(level: str, mode: str) -> None:
-    """At one token the three levels are one."""
-    config = mp.MismatchConfig.model_validate({"use_tis": True, "tis": {"level": level, "mode": mode}})
-    for log_ratio, weight in ((0.3, math.exp(0.3)), (1000.0, 0.0 if mode == "mask" else 2.0)):
-        packed = mp.PackedSequences.from_lists(
-            old_log_probs=[[-0.5]], rollout_log_probs=[[-0.5 - log_ratio]], loss_masks=[[1]]
-        )
-        assert mp.correct(packed, config).weights.tolist() == pytest.approx([weight], rel=1e-6)
-
-
-@fixed
-@given(batches(), batches(), configs(metrics=("basic", "full")))
-def test_statistics_of_different_configurations_do_not_merge(a: Batch, b: Batch, config: mp.MismatchConfig) -> None:
-    other = config.model_copy(update={"rs": mp.Rejection(criteria=(mp.Criterion(statistic="tv", upper_bound=0.123),))})
-    assume(other.criteria != config.criteria)
-    with pytest.raises(ValueError, match="cannot be merged"):
-        run(a, config).result.statistics.merge(run(b, other).result.statistics)

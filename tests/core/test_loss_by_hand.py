@@ -1,4 +1,4 @@
-"""`policy_loss` worked out by hand: aggregations, denominators, clips, anchors, REINFORCE, entropy, KL."""
+"""`policy_loss` worked out by hand: aggregations, denominators, the clip, KL; all else in `test_loss_differential`."""
 
 from __future__ import annotations
 
@@ -88,28 +88,6 @@ def test_aggregations_and_denominators(aggregation: str, denominator: str, lengt
     assert result.statistics.metrics()["rollout_corr/pg_loss"] == close(loss)
 
 
-def test_auto_denominator_is_accepted_and_icepop_is_mask_with_original() -> None:
-    packed = mp.PackedSequences.from_lists(
-        rollout_log_probs=logs(ROLLOUT), loss_masks=MASKS, old_log_probs=logs(OLD), advantages=ADVANTAGES
-    )
-    log_probs = torch.cat(logs(OLD)).requires_grad_()
-    assert int(mp.policy_loss(log_probs, packed, config(use_tis=True, rs=RS)).denominator) == 3
-    # Mask mode, [0.5, 2]: A keeps 1, B keeps .6: −(1) + 2·.6 = .2 over all five tokens.
-    result = mp.policy_loss(log_probs, packed, config(use_tis=True, tis={"mode": "mask"}, denominator="original"))
-    assert result.loss.item() == close(0.2 / 5)
-    assert gradient(result.loss, log_probs) == close([-0.2, 0, 0.24, 0, 0, 0])
-
-
-def test_a_dry_run_has_the_uncorrected_loss() -> None:
-    packed = mp.PackedSequences.from_lists(
-        rollout_log_probs=logs(ROLLOUT), loss_masks=MASKS, old_log_probs=logs(OLD), advantages=ADVANTAGES
-    )
-    log_probs = torch.cat(logs(OLD)).requires_grad_()
-    result = mp.policy_loss(log_probs, packed, config(use_tis=True, rs=RS, dry_run=True))
-    assert result.loss.item() == close((-1 - 1 + 2 + 2 - 5) / 5)  # w = 1, nothing rejected
-    assert gradient(result.loss_sum, log_probs) == close([-1, -1, 2, 0, 2, -5])
-
-
 E20 = math.exp(20)
 CLIPS = [  # advantage, log r, loss without and with dual clip 3, gradient without and with; 1 − ε = .8, 1 + ε = 1.3
     (1.0, math.log(1.1), -1.1, -1.1, -1.1, -1.1),  # inside
@@ -140,113 +118,6 @@ def test_ppo_clip(case: tuple[float, ...], dual: bool) -> None:
     assert gradient(result.loss, log_probs) == pytest.approx([dual_grad if dual else grad], rel=1e-9)
 
 
-def test_clip_metrics() -> None:
-    # r: 1.5 with A > 0 (upper clip active), .5 with A < 0 (lower clip active), 1.5 with A < 0 and 1.1 (neither).
-    packed = mp.PackedSequences.from_lists(
-        loss_masks=[[1, 1, 0], [1, 1]],
-        old_log_probs=logs([[0.2, 0.4, NAN], [0.2, 0.2]]),
-        advantages=[[1.0, -1.0, NAN], [-1.0, 1.0]],
-    )
-    log_probs = torch.cat(logs([[0.3, 0.2, 0.9], [0.3, 0.22]])).requires_grad_()
-    metrics = mp.policy_loss(log_probs, packed, config()).statistics.metrics()
-    assert metrics["rollout_corr/pg_clipfrac"] == 2 / 4
-    assert metrics["rollout_corr/pg_clipfrac_high_side"] == metrics["rollout_corr/pg_clipfrac_low_side"] == 1 / 4
-    assert metrics["rollout_corr/pg_clipfrac_lower"] == 0.0
-    assert metrics["rollout_corr/ppo_kl"] == close(-(math.log(1.5) - LN2 + math.log(1.5) + math.log(1.1)) / 4)
-    # The dual clip cuts the third token only: A < 0 and r = 1.5 > 1.4.
-    dual = mp.policy_loss(log_probs, packed, config(ppo={"dual_clip": 1.4})).statistics.metrics()
-    assert dual["rollout_corr/pg_clipfrac_lower"] == 1 / 4 and dual["rollout_corr/pg_clipfrac"] == 2 / 4
-
-
-def test_the_loss_of_a_dry_run_is_not_divided_by_a_factor_that_was_not_applied() -> None:
-    # r = 1, A = 1, 0: −1/2 whatever the weights are; those (ρ = 1/2 truncated, mean 1/2) are only reported.
-    packed = mp.PackedSequences.from_lists(
-        rollout_log_probs=logs([[0.8, 0.8]]),
-        old_log_probs=logs([[0.4, 0.4]]),
-        loss_masks=[[1, 1]],
-        advantages=[[1.0, 0.0]],
-    )
-    log_probs = torch.cat(logs([[0.4, 0.4]])).requires_grad_()
-    settings = config(use_tis=True, tis={"batch_normalize": True}, dry_run=True)
-    metrics = mp.policy_loss(log_probs, packed, settings).statistics.metrics()
-    assert metrics["rollout_corr/pg_loss"] == close(-0.5)
-    assert metrics["rollout_corr/rollout_is_batch_norm_factor"] == close(0.5)
-
-
-#            π_θ .4, .6 · π_old (not used by algorithms 1 and 3) .1, .9 · π_rollout .2, .5: ratios 2 and 1.2
-def two_tokens(**fields: Any) -> tuple[Tensor, mp.PackedSequences]:
-    given: dict[str, Any] = {"advantages": [[1.0, -1.0]], **fields}
-    packed = mp.PackedSequences.from_lists(
-        rollout_log_probs=logs([[0.2, 0.5]]),
-        loss_masks=[[1, 1]],
-        old_log_probs=logs([[0.1, 0.9]]),
-        **given,
-    )
-    return torch.cat(logs([[0.4, 0.6]])).requires_grad_(), packed
-
-
-def test_algorithm_1_clips_against_the_rollout_and_has_no_weights() -> None:
-    log_probs, packed = two_tokens()
-    result = mp.policy_loss(log_probs, packed, config(use_rollout_log_probs=True, ppo={"eps_clip_low": 0.1}))
-    # r = 2 is clipped to 1.2 for A = 1: −1.2; r = 1.2 for A = −1 is within [0.9, 1.2]: 1.2.
-    assert result.correction.weights.tolist() == [1, 1]
-    assert result.loss_sum.item() == close(0.0)
-    assert gradient(result.loss_sum, log_probs) == close([0, 1.2])
-    # The diagnostics' training side is π_θ: kl = −(ln 2 + ln 1.2)/2.
-    assert result.statistics.metrics()["rollout_corr/kl"] == close(-(LN2 + math.log(1.2)) / 2)
-
-
-def test_algorithm_0_ignores_the_rollout() -> None:
-    log_probs, packed = two_tokens()
-    result = mp.policy_loss(log_probs, packed, config(ppo={"eps_clip_high": 5.0}))
-    # r = 4 and 2/3; for A = −1 the latter is clipped to .8.
-    assert result.loss_sum.item() == close(-4 + 0.8)
-    assert gradient(result.loss_sum, log_probs) == close([-4, 0])
-    # The diagnostics compare π_old and π_rollout: .5 and 1.8.
-    assert result.statistics.metrics()["rollout_corr/rollout_is_mean"] == close((0.5 + 1.8) / 2)
-
-
-@pytest.mark.parametrize(
-    ("level", "weights"), [("token", [1.5, 1.2]), ("sequence", [1.5, 1.5]), ("geometric", [1.5, 1.5])]
-)
-def test_reinforce(level: str, weights: list[float]) -> None:
-    # ρ = π_θ/π_rollout = 2, 1.2; product 2.4, mean √2.4 = 1.55; hi = 1.5. −sg(w) A log π_θ: gradient −w A only.
-    log_probs, packed = two_tokens()
-    result = mp.policy_loss(
-        log_probs, packed, config(use_rollout_log_probs=True, use_tis=True, tis={"level": level, "upper_bound": 1.5})
-    )
-    assert result.correction.weights.tolist() == close(weights)
-    assert result.loss_sum.item() == close(-weights[0] * math.log(0.4) + weights[1] * math.log(0.6))
-    assert gradient(result.loss_sum, log_probs) == close([-weights[0], weights[1]])
-
-
-def test_reinforce_at_level_none() -> None:
-    log_probs, packed = two_tokens()
-    result = mp.policy_loss(
-        log_probs,
-        packed,
-        config(
-            use_rollout_log_probs=True,
-            use_tis=True,
-            tis={"level": "none"},
-            rs={"criteria": ["token:ratio:0.5:1.5"]},
-        ),
-    )
-    assert result.loss.item() == close(math.log(0.6))  # ρ = 2 is rejected
-    assert gradient(result.loss, log_probs) == close([0, 1])
-
-
-def test_absent_old_log_probs_are_the_current_ones() -> None:
-    # Algorithm 2 on an exactly on-policy step: r = 1, w = π_θ/π_rollout = 2 and 1.2, detached.
-    log_probs, _ = two_tokens()
-    packed = mp.PackedSequences.from_lists(
-        rollout_log_probs=logs([[0.2, 0.5]]), loss_masks=[[1, 1]], advantages=[[1.0, -1.0]]
-    )
-    result = mp.policy_loss(log_probs, packed, config(use_tis=True))
-    assert result.loss_sum.item() == close(-2 + 1.2)
-    assert gradient(result.loss_sum, log_probs) == close([-2, 1.2])
-
-
 KL = {  # kl_type: value and derivative by log π_θ at d = ln 2, −ln 2, −5, 30 (clamped to 20)
     "k1": [(LN2, 1), (-LN2, 1), (-5, 1), (20, 0)],
     "k2": [(LN2**2 / 2, LN2), (LN2**2 / 2, -LN2), (12.5, -5), (200, 0)],
@@ -273,55 +144,6 @@ def test_kl_terms(kind: str) -> None:
     assert result.statistics.metrics()["rollout_corr/ref_kl"] == close(sum(values) / 4)
 
 
-TERMS = {  # (aggregation, length_norm): share of either sequence, denominator
-    ("token-mean", None): ([1, 1], 3),
-    ("seq-mean-token-mean", None): ([1 / 2, 1], 2),
-    ("seq-mean-token-sum", None): ([1, 1], 2),
-    ("seq-mean-token-sum", 4.0): ([1 / 4, 1 / 4], 2),
-}
-
-
-@pytest.mark.parametrize("denominator", ["accepted", "original"])
-@pytest.mark.parametrize(("aggregation", "length_norm"), TERMS)
-def test_terms_are_not_scaled_by_rejection_or_weights(
-    aggregation: str, length_norm: float | None, denominator: str
-) -> None:
-    """Sequence A: ρ = 4 (rejected) and 1 and a masked token; B: ρ = 0.1, rejected. All entropy and KL stays."""
-    shares, count = TERMS[aggregation, length_norm]
-    current = torch.cat(logs([[0.8, 0.5, 0.5], [0.05]])).requires_grad_()
-    entropy = torch.tensor([0.3, 0.7, NAN, 1.1], dtype=torch.float64, requires_grad=True)
-    packed = mp.PackedSequences.from_lists(
-        rollout_log_probs=logs([[0.2, 0.5, NAN], [0.5]]),
-        loss_masks=[[1, 1, 0], [1]],
-        advantages=[0.0, 0.0],
-        entropy=[entropy[:3], entropy[3:]],
-        ref_log_probs=logs([[0.4, 0.5, NAN], [0.1]]),
-    )
-    result = mp.policy_loss(
-        current,
-        packed,
-        config(
-            use_rollout_log_probs=True,
-            use_tis=True,
-            rs={"criteria": ["token:ratio:0.5:3"]},
-            terms={"entropy_coef": 0.1, "kl_coef": 0.2, "kl_type": "k1"},
-            aggregation=aggregation,
-            length_norm=length_norm,
-            denominator=denominator,
-        ),
-    )
-    a, b = shares
-    assert result.correction.keep.tolist() == [0, 1, 0, 0]
-    # d = ln(.8/.4) = ln 2, 0 | ln(.05/.1) = −ln 2
-    assert result.terms["entropy"].item() == close(-0.1 * (a * (0.3 + 0.7) + b * 1.1))
-    assert result.terms["kl"].item() == close(0.2 * (a * LN2 - b * LN2))
-    assert gradient(result.terms["entropy"], entropy) == close([-0.1 * a, -0.1 * a, 0, -0.1 * b])
-    assert gradient(result.terms["kl"], current) == close([0.2 * a, 0.2 * a, 0, 0.2 * b])
-    assert int(result.terms_denominator) == count
-    assert result.loss.item() == close((-0.1 * (a + b * 1.1) + 0.2 * LN2 * (a - b)) / count)  # the policy term is 0
-    assert result.statistics.metrics()["rollout_corr/entropy"] == close((0.3 + 0.7 + 1.1) / 3)
-
-
 def test_importance_weighted_kl_takes_the_weight_and_no_rejection() -> None:
     # w = min(ρ, 2) = 2, 1 | 0.1; the criterion rejects B, its KL stays, with its weight.
     current = torch.cat(logs([[0.8, 0.5], [0.05]])).requires_grad_()
@@ -346,7 +168,10 @@ def test_importance_weighted_kl_takes_the_weight_and_no_rejection() -> None:
 
 
 def test_missing_inputs_are_named() -> None:
-    log_probs, packed = two_tokens()
+    log_probs = torch.zeros(2)
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=[[-1.0, -1.0]], old_log_probs=[[-1.0, -1.0]], loss_masks=[[1, 1]], advantages=[1.0]
+    )
     bare = mp.PackedSequences.from_lists(loss_masks=[[1, 1]], advantages=[1.0])
     with pytest.raises(ValueError, match="rollout_log_probs is missing"):
         mp.policy_loss(log_probs, bare, config(use_tis=True))

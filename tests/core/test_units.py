@@ -59,11 +59,6 @@ def of(log_ratios: list[list[float]], masks: list[list[int]], **fields: Any) -> 
     )
 
 
-def test_a_prefix_is_the_product_of_the_tokens_that_train_up_to_each() -> None:
-    packed = of([[LN2, 7.0, LN3], [LN3, -LN3]], [[1, 0, 1], [1, 1]])
-    assert weighted("prefix", packed) == pytest.approx([2.0, 0.0, 6.0, 3.0, 1.0])
-
-
 def test_one_value_beyond_all_digits_leaves_the_other_sequences_theirs() -> None:
     packed = of([[-1e30, LN2], [LN2, LN3]], [[1, 1], [1, 1]])
     assert weighted("prefix", packed) == pytest.approx([math.exp(-20), math.exp(-20), 2.0, 6.0])
@@ -82,32 +77,11 @@ def test_a_rank_adds_the_chunks_before_its_own() -> None:
     assert parts.sequence.tolist() == [0] * 4 + [1] * 4
 
 
-def test_a_turn_is_a_run_of_tokens_that_train() -> None:
-    """Three turns, tools before, between and behind them."""
-    log_ratios, mask = [9.0, LN2, LN3, 9.0, 9.0, LN3, 9.0, -LN2, LN2, LN2, 9.0], [0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0]
-    packed = of([log_ratios], [mask])
-    assert packed.units.first.tolist() == [0, 3]
-    assert weighted("turn", packed) == pytest.approx([0, 6, 6, 0, 0, 3, 0, 2, 2, 2, 0])
-    assert weighted("turn", packed, upper_bound=2.5, mode="mask") == pytest.approx([0] * 7 + [2, 2, 2, 0])
-
-
-def test_a_sequence_without_turns_behind_one_with_two() -> None:
-    packed = of([[LN2, 9.0, LN3], [LN3], [1.0, 1.0]], [[1, 0, 1], [1], [0, 0]])
-    assert weighted("turn", packed) == pytest.approx([2, 0, 3, 3, 0, 0])
-    assert packed.unit_numbers()[1] == (2, 1, 1)
-
-
 def test_a_mask_on_a_device_is_not_waited_for() -> None:
     """Its sequences have as many turns as they could have: every second token of 3, 4 and 0."""
     device = torch.device("meta")
     mask, index = torch.ones(7, dtype=torch.bool, device=device), torch.zeros(7, dtype=torch.int64, device=device)
     assert number_runs(mask, (3, 4, 0), index)[1] == (2, 2, 1)
-
-
-def test_turns_that_are_given_are_those() -> None:
-    """One turn over both runs, then one that begins inside a run."""
-    packed = of([[LN2, 9.0, LN3, LN3]], [[1, 0, 1, 1]], unit_ids=[[0, 0, 0, 1]])
-    assert weighted("turn", packed) == pytest.approx([6, 0, 6, 3])
 
 
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
@@ -120,42 +94,6 @@ def test_turns_that_are_empty_count_nowhere(mode: str) -> None:
     found, expected = mp.correct(roomy, config), mp.correct(packed, config)
     assert found.weights.tolist() == expected.weights.tolist()
     assert found.statistics.metrics() == pytest.approx(expected.statistics.metrics())
-
-
-def test_a_dropped_token_splits_no_turn() -> None:
-    """The NaN is left out of the loss and counts as ratio 1; the turn goes on behind it."""
-    packed = of([[LN2, math.nan, LN3]], [[1, 1, 1]])
-    config = mp.MismatchConfig(
-        use_tis=True,
-        tis={"level": "turn", "upper_bound": math.inf},  # pyright: ignore[reportArgumentType]
-        rollout_log_prob_policy="drop-token",
-    )
-    packed = packed.replace(
-        rollout_log_probs=torch.tensor([-9.0, math.nan, -9.0], dtype=torch.float64),
-        old_log_probs=torch.tensor([LN2 - 9.0, -9.0, LN3 - 9.0], dtype=torch.float64),
-    )
-    assert mp.correct(packed, config).applied.tolist() == pytest.approx([6, 0, 6])
-
-
-@pytest.mark.parametrize(
-    ("level", "mask", "log_ratio", "limits"),
-    [
-        ("sequence", [1, 1, 0, 1, 1], LN2, [4, 4, 0, 4, 4]),  # 2^√4
-        ("turn", [1, 1, 0, 1, 1], LN2, [2**2**0.5, 2**2**0.5, 0, 2**2**0.5, 2**2**0.5]),
-        ("prefix", [1, 0, 1, 1, 1], LN2, [2, 0, 2**2**0.5, 2**3**0.5, 4]),
-        ("prefix", [1, 0, 1, 1, 1], -LN2, [1 / 2, 0, 2 ** -(2**0.5), 2 ** -(3**0.5), 1 / 4]),
-    ],
-)
-def test_bounds_grow_with_the_root_of_the_length(
-    level: str, mask: list[int], log_ratio: float, limits: list[float]
-) -> None:
-    """Every l is ±10 ln 2, so that the bound itself is seen."""
-    packed = of([[10 * log_ratio] * 5], [mask])
-    assert weighted(level, packed, upper_bound=2.0, mode="clip", bound_growth=0.5) == pytest.approx(limits)
-    assert weighted(level, packed, upper_bound=2.0, mode="mask", bound_growth=0.5) == [0.0] * 5
-    assert weighted(level, packed, upper_bound=2.0, lower_bound=0.0, mode="clip", bound_growth=0.5) == pytest.approx(
-        limits if log_ratio > 0 else weighted(level, packed)
-    )
 
 
 @pytest.mark.parametrize("level", ["token", "turn", "prefix"])
@@ -176,80 +114,6 @@ def test_bounds_grow_to_e20_at_most() -> None:
         three = of([[log_ratio / 3] * 3], [[1] * 3])
         masked = weighted("sequence", three, upper_bound=math.exp(10), mode="mask", bound_growth=1.0)
         assert [weight > 0 for weight in masked] == [stays] * 3
-
-
-def test_shares_outside_are_of_bounds_that_have_grown() -> None:
-    """l = ln 1.5 a token: with hi = 2 products of 2 tokens and more are outside, with hi^n none."""
-    packed = of([[math.log(1.5)] * 4], [[1] * 4])
-    for growth, high in ((0.0, 0.75), (1.0, 0.0)):
-        config = mp.MismatchConfig(
-            use_tis=True,
-            tis={"level": "prefix", "upper_bound": 2.0, "bound_growth": growth},  # pyright: ignore[reportArgumentType]
-        )
-        metrics = mp.correct(packed, config).statistics.metrics()
-        assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == high
-
-
-@pytest.mark.parametrize("level", ["turn", "sequence", "prefix"])
-def test_what_has_no_lower_bound_has_none_however_far_bounds_grow(level: str) -> None:
-    """l is −30: a missing bound is no bound of e^−20."""
-    tis = {"level": level, "upper_bound": 2.0, "lower_bound": 0.0, "mode": "mask", "bound_growth": 1.0}
-    correction = mp.correct(
-        of([[-30.0, -1.0]], [[1, 1]]), mp.MismatchConfig.model_validate({"use_tis": True, "tis": tis})
-    )
-    assert correction.keep.tolist() == [1.0, 1.0]
-    assert correction.statistics.metrics()["rollout_corr/rollout_is_ratio_fraction_low"] == 0.0
-
-
-@pytest.mark.parametrize("level", ["token", "prefix"])
-def test_padding_is_outside_no_bound(level: str) -> None:
-    """Its ρ is 1, and hi is .9."""
-    tis = {"level": level, "upper_bound": 0.9}
-    packed = of([[-LN2, 7.0, -LN2]], [[1, 0, 1]])
-    metrics = mp.correct(packed, mp.MismatchConfig.model_validate({"use_tis": True, "tis": tis})).statistics.metrics()
-    assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == 0.0
-
-
-def test_what_is_dropped_is_not_masked_with_its_turn() -> None:
-    """Of four tokens of one turn inside its bounds a criterion rejects one, and one is invalid."""
-    config = mp.MismatchConfig.model_validate(
-        {
-            "use_tis": True,
-            "tis": {"level": "turn", "mode": "mask", "upper_bound": 10.0},
-            "rs": {"criteria": ["token:ratio:0.5:2"]},
-            "rollout_log_prob_policy": "drop-token",
-        }
-    )
-    packed = of([[0.0] * 4], [[1] * 4]).replace(
-        rollout_log_probs=torch.tensor([-2.0, -2.0, math.nan, -2.0]),
-        old_log_probs=torch.tensor([-2.0, -2.0 + LN3, -2.0, -2.0]),
-    )
-    correction = mp.correct(packed, config)
-    assert correction.keep.tolist() == [1, 0, 0, 1]
-    assert correction.statistics.metrics()["rollout_corr/rollout_is_masked_fraction"] == 0.25
-
-
-def test_a_mean_over_turns_is_not_one_over_sequences() -> None:
-    """Turns of ρ = 2, 4 and 1, weights 2, 3 and 1: means 2 (factor) and 7/3, effective size 49/63."""
-    packed = of([[LN2, 9.0, LN2, LN2], [0.0, 0.0]], [[1, 0, 1, 1], [1, 1]])
-    config = mp.MismatchConfig(
-        use_tis=True,
-        tis={"level": "turn", "upper_bound": 3.0, "batch_normalize": True},  # pyright: ignore[reportArgumentType]
-    )
-    correction = mp.correct(packed, config)
-    metrics = correction.statistics.metrics()
-    assert correction.weights.tolist() == pytest.approx([1, 0, 1.5, 1.5, 0.5, 0.5])
-    expected = {
-        "rollout_is_batch_norm_factor": 2.0,
-        "rollout_is_ratio_unit_mean": 7 / 3,
-        "rollout_is_ratio_unit_eff_sample_size": 49 / 63,
-        "rollout_is_ratio_fraction_high": 1 / 3,
-        "rollout_is_mean": (2 + 4 + 4 + 1 + 1) / 5,
-        "rollout_is_seq_mean": (10 / 3 + 1) / 2,
-        "rollout_is_max": 4.0,
-        "rollout_is_weight_after_unit_eff_sample_size": 36 / 42,
-    }
-    assert {name: metrics[f"rollout_corr/{name}"] for name in expected} == pytest.approx(expected)
 
 
 def test_levels_and_aggregates_are_words_for_the_same_units() -> None:

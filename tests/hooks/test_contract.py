@@ -549,7 +549,7 @@ def test_prime_rl_s_example_is_what_its_loss_takes() -> None:
     loss = tomllib.loads(path.read_text(encoding="utf-8"))["trainer"]["loss"]
     config = prime_rl.settings(**loss["kwargs"])
     assert (loss["type"], loss["import_path"]) == ("custom", "mismatch_plugin.hooks.prime_rl.policy_loss")
-    assert (config.algorithm, config.tis.level, len(config.criteria)) == (3, "sequence", 1)
+    assert (config.algorithm, config.tis.level, config.rejects) == (3, "token", False)
     with pytest.raises(ValueError, match="has flags and preset: give all as flags, or none"):
         prime_rl.settings(flags="--use-rollout-log-probs", preset="pg_is")
 
@@ -581,7 +581,7 @@ def test_what_inspect_shows_is_what_the_door_takes(name: str, preset: str) -> No
         "skyrl": lambda: skyrl.settings(_skyrl(), given or {}),
         "prime-rl": lambda: prime_rl.settings(flags=given),
     }[name]()
-    own = {"denominator": allowed.denominator}
+    own: dict[str, Any] = {"denominator": allowed.denominator}
     if any(note.startswith("ppo.eps_clip_low") for note in notes):  # an objective's, which the host has to be told
         own["ppo"] = allowed.ppo.model_dump(exclude_unset=True) | made.ppo.model_dump()
     assert made.replace(**own) == allowed.replace(**own)

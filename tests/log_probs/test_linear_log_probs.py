@@ -234,24 +234,36 @@ def test_no_logits_but_of_one_chunk(what: str, tokens: int):
     assert len({x.data_ptr() for x in own} - {v.data_ptr() for v in arguments.values() if isinstance(v, Tensor)}) == 3
 
 
+class Products(OperationCounter):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.__name__.split(".")[0] in ("mm", "addmm", "addmm_")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 def test_four_products_with_the_weight():
     """One in the forward; in the backward the logits again, d hidden and d weight."""
-
-    class Products(OperationCounter):
-        def __init__(self) -> None:
-            super().__init__()
-            self.count = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.count += func.__name__.split(".")[0] in ("mm", "addmm", "addmm_")
-            return super().__torch_dispatch__(func, types, args, kwargs)
-
     hidden, weight, targets = make(torch.float32)
     with Products() as forward:
         result = vocab_parallel_linear_log_probs(hidden, weight, targets)
     with Products() as backward:
         result.log_probs.sum().backward()
     assert (forward.count, backward.count) == (1, 3)
+
+
+@pytest.mark.parametrize(("width", "rows"), [(1, 64), (256, 128)])
+def test_a_chunk_grows_with_the_hidden_size(width: int, rows: int):
+    """130 targets over 2^16 columns: 2^22 logits a chunk, or 2^15 for each of 256 hidden units."""
+    with Products() as forward:
+        vocab_parallel_linear_log_probs(
+            torch.zeros(130, width), torch.zeros(2**16, width), torch.zeros(130, dtype=torch.int64)
+        )
+    assert forward.count == math.ceil(130 / rows)
 
 
 ERRORS: list[tuple[dict[str, Any], str]] = [

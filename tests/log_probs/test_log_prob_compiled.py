@@ -18,8 +18,9 @@ triton = pytest.importorskip("triton", reason="Triton has wheels for Linux alone
 
 from mismatch_plugin.log_probs import triton_arithmetic as twin  # noqa: E402
 from mismatch_plugin.log_probs import triton_kernels  # noqa: E402
-from mismatch_plugin.log_probs.arguments import Layout, RaggedSamplingMask, check_rows  # noqa: E402
+from mismatch_plugin.log_probs.arguments import Call, RaggedSamplingMask, check_rows  # noqa: E402
 from mismatch_plugin.log_probs.hidden_states import Head, LinearLogProbs  # noqa: E402
+from mismatch_plugin.log_probs.logits import LogProbsFunction  # noqa: E402
 from tests.log_probs.triton_compiled import BOOLEAN, FLOAT32, RAGGED, compiled, machine  # noqa: E402
 
 NO_ENTROPY = {"ENTROPY": False, "SLOPE": False}
@@ -162,8 +163,8 @@ def launch(rows: int, what: str, dtype: torch.dtype) -> None:
             RaggedSamplingMask(torch.zeros(rows, dtype=torch.int64), torch.arange(rows + 1)),
             torch.ones(rows),
         )
-    layout = Layout(None, 0, 61, "grad", what == "mask", 1)
-    outputs = twin.LogProbsFunction.apply(logits.requires_grad_(), targets, picked, temperature, mask, layout)
+    call = Call(targets, 61, 0, picked, temperature, mask, entropy="grad", inplace_gradient=what == "mask")
+    outputs = LogProbsFunction.apply(logits.requires_grad_(), call, twin)
     torch.autograd.grad(outputs, logits, [torch.ones(rows), torch.ones(2, rows).t()[:, 0]])
 
 
@@ -183,11 +184,9 @@ def test_chunks_of_the_linear_path_compile_nothing_more(variants: dict[str, set[
     """Whose rows begin anywhere in the tensors that have a few floats a row."""
     for rows in range(1, 10):
         hidden, weight = torch.zeros(rows, 8, requires_grad=True), torch.zeros(64, 8, requires_grad=True)
-        head = Head(Layout(None, 0, 61, "grad", True, 1), twin, 3, False)
-        temperatures = torch.ones(rows)
-        outputs: tuple[Tensor, ...] = LinearLogProbs.apply(
-            hidden, weight, torch.zeros(rows, dtype=torch.int64), None, temperatures, None, head
-        )
+        targets, temperatures = torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
+        call = Call(targets, 61, temperature=temperatures, entropy="grad", inplace_gradient=True)
+        outputs: tuple[Tensor, ...] = LinearLogProbs.apply(hidden, weight, call, Head(twin, 3, False))
         torch.autograd.grad(outputs, [hidden, weight], [torch.ones(rows), torch.ones(rows)])
     assert {name: len(keys) for name, keys in variants.items()} == dict.fromkeys(variants, 1) and len(variants) == 4
 
@@ -225,9 +224,9 @@ class Crossings(TorchDispatchMode):
 @pytest.mark.parametrize("what", ["plain", "temperature", "mask", "rows", "ragged"])
 def test_a_cuda_graph_can_capture_it(monkeypatch: pytest.MonkeyPatch, what: str, inplace: bool):
     """Nothing waits for the device or copies from pageable memory; ragged ids copy their offsets, which are to be
-    pinned, and whose values a replay would take from the host again. A captured step: `log_probs_cuda_check`."""
+    pinned, and whose values a replay would take from the host again. A captured step: `make gpu`."""
     monkeypatch.setattr(twin, "kernels", NoLaunches())
-    layout, offsets = Layout(None, 0, 61, "grad", inplace, 1), torch.zeros(5, dtype=torch.int64)
+    offsets = torch.zeros(5, dtype=torch.int64)
     with torch.device("meta"):
         logits, targets, upstream = torch.zeros(9, 64), torch.zeros(4, dtype=torch.int64), torch.zeros(2, 4)
         rows = torch.zeros(4, dtype=torch.int64) if what == "rows" else None
@@ -235,8 +234,9 @@ def test_a_cuda_graph_can_capture_it(monkeypatch: pytest.MonkeyPatch, what: str,
         masks = {"mask": torch.zeros(4, 64, dtype=torch.bool), "ragged": RaggedSamplingMask(targets, offsets)}
     with Crossings() as crossings:
         check_rows(rows, len(logits))
-        inputs = twin.prepare(logits, targets, rows, temperature, masks.get(what), layout)
-        log_probs, entropy, shift, total = twin.finish(twin.local_statistics(inputs)[None], targets, True)
+        call = Call(targets, 61, 0, rows, temperature, masks.get(what), entropy="grad", inplace_gradient=inplace)
+        inputs = twin.prepare(logits, call)
+        log_probs, entropy, shift, total = twin.finish(twin.local_statistics(inputs)[None], call)
         gradient = twin.gradient(inputs, shift, total, entropy, *upstream)
     assert log_probs.is_meta and gradient.shape == logits.shape and crossings.operations > 5
     assert crossings.found == ([("aten._to_copy.default", False)] if what == "ragged" else [])

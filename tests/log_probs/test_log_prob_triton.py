@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from examples.benchmarks.measuring import in_processes
 from mismatch_plugin.log_probs import torch_arithmetic, vocab_parallel_log_probs
 from mismatch_plugin.log_probs.backends import choose_arithmetic
 from tests import peers
@@ -111,9 +112,16 @@ def test_importing_the_package_does_not_import_triton():
     assert done.stdout.strip() == "False"
 
 
-def test_the_cuda_check_claims_nothing_without_cuda():
+def test_what_make_gpu_counts_of_megatron_core_s_step():
+    from examples.benchmarks.gpu import megatron_step  # imports Triton
+
+    (found,) = in_processes(megatron_step, 1, "cpu")
+    assert found["loss"]["syncs"] == 0 and 100 < found["loss"]["kernels"] < found["step"]["kernels"]
+
+
+def test_make_gpu_claims_nothing_without_cuda():
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "examples.benchmarks.log_probs_cuda_check"]
+    command = [sys.executable, "-m", "examples.benchmarks.gpu"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 2 and done.stdout == ""
     assert "nothing was checked and nothing was measured" in done.stderr

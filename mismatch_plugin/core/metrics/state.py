@@ -49,14 +49,12 @@ class Statistics:
         same_names = self.sum_names == other.sum_names and self.maximum_names == other.maximum_names
         if not same_names or self.config != other.config:
             validate_mergeable(self, other)
-        return Statistics(
-            self.sums + other.sums,
-            torch.maximum(self.maxima, other.maxima),
-            self.sum_names,
-            self.maximum_names,
-            self.config,
-            self.locators + other.locators,
-            self.own_means + other.own_means,
+        return replace(
+            self,
+            sums=self.sums + other.sums,
+            maxima=torch.maximum(self.maxima, other.maxima),
+            locators=self.locators + other.locators,
+            own_means=self.own_means + other.own_means,
         )
 
     @property

@@ -1,62 +1,115 @@
-"""The Triton log-probs on a CUDA machine: are they right, and how fast are they? One command tells both.
+"""What only a GPU can show: `make gpu`, or python -m examples.benchmarks.gpu at the root of the repository.
 
-    python -m examples.benchmarks.log_probs_cuda_check              # at the root of the repository
-
-Checks: every case of `triton_cases.py`, emulated tensor parallelism, rows beyond 2^31 elements, CUDA graphs, rows that
-are there twice, torch.compile, equal bits on a second run. Then the benchmark's contenders in one table. Ends with 1 if
-a check failed, with 2 without CUDA.
+Checks of the Triton log-probs: every case of `triton_cases.py` and vocabularies to 152k against float64, emulated
+tensor parallelism, rows beyond 2^31 elements, CUDA graphs, rows that are there twice, torch.compile, equal bits on a
+second run. Then the benchmark's rows on CUDA, and a step of megatron-core with its kernels and host syncs. All of it
+goes into one JSON file, written again after every part. Ends with 1 if something failed, with 2 without a CUDA device.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from examples.benchmarks.bench import table
-from examples.benchmarks.log_prob_contenders import from_logits
-from examples.benchmarks.measuring import copy_bandwidth, measure
-from examples.benchmarks.triton_cases import CASES, SHARDED, check, check_shards, compare, results
+from examples.benchmarks.bench import measure_part, table
+from examples.benchmarks.counting import count, launches
+from examples.benchmarks.measuring import copy_bandwidth, describe, in_processes
+from examples.benchmarks.triton_cases import CASES, SHARDED, Case, check, check_shards, compare, results
+from mismatch_plugin.files import write_whole
 from mismatch_plugin.log_probs import Backend, vocab_parallel_linear_log_probs, vocab_parallel_log_probs
 
-CUDA = torch.device("cuda")
+ROWS = ("log_probs", "linear", "correction", "loss")
+LARGE = [
+    Case(what, columns, dtype)
+    for what in ("plain", "temperatures padded ignored", "rows ragged")
+    for columns in (50304, 131072, 151936)
+    for dtype in ("fp32", "bf16")
+]
 
 
-def main() -> None:
-    """Checks, then figures."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point: checks, then rows, then the step. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--vocab", type=int, default=131072)
-    arguments = parser.parse_args()
+    parser.add_argument("--output", type=Path, default=Path("runs/gpu/gpu.json"))
+    parser.add_argument("--repeats", type=int, default=5, help="that medians are taken of (default: %(default)s)")
+    options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("No CUDA device: nothing was checked and nothing was measured.", file=sys.stderr)
-        sys.exit(2)
-    checks: dict[str, Callable[[], None]] = {str(case): partial(check, case, "cuda") for case in CASES}
+        return 2
+    checks: dict[str, Callable[[], None]] = {str(case): partial(check, case, "cuda") for case in (*CASES, *LARGE)}
     for what, dtype in itertools.product(SHARDED, ("fp32", "bf16")):
         checks[f"shards {what} {dtype}"] = partial(check_shards, what, dtype, "cuda")
     others = (check_beyond_int32, check_cuda_graph, check_linear_cuda_graph, check_rows_are_asserted, check_compile)
     checks |= {function.__name__: function for function in (*others, check_same_bits)}
-    failed = sum(not passes(name, function) for name, function in checks.items())
-    print(f"{len(checks) - failed} of {len(checks)} checks passed")
-    figures(arguments.tokens, arguments.vocab)
-    sys.exit(1 if failed else 0)
+    bandwidth = copy_bandwidth(torch.device("cuda"), 2048, 20)
+    found: dict[str, Any] = {"machine": describe(torch.device("cuda")), "copy_gb_per_s": bandwidth}
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+
+    def part(name: str, run: Callable[[], Any]) -> None:
+        """Every part is worth running, whatever became of the others."""
+        try:
+            found[name] = run()
+        except Exception as error:
+            found.setdefault("failed", {})[name] = repr(error)
+            print(f"FAILED {name}: {error!r}", flush=True)
+        write_whole(options.output, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+
+    part("checks", lambda: {name: failure(function) for name, function in checks.items()})
+    wrong = {name: text for name, text in found.get("checks", {}).items() if text}
+    print(f"{len(checks) - len(wrong)} of {len(checks)} checks passed", *wrong.items(), sep="\n", flush=True)
+    for name in ROWS:  # each in a process of its own, as `make bench` runs them
+        part(name, lambda name=name: in_processes(measure_part, 1, name, "cuda", False, options.repeats)[0])
+        if name in found:
+            print(table(found[name]).to_markdown(), flush=True)
+    part("megatron_step", lambda: in_processes(megatron_step, 1, "cuda")[0])
+    print(f"megatron-core's step: {found.get('megatron_step')}\nResults: {options.output}")
+    return int(bool(wrong) or "failed" in found)
 
 
-def passes(name: str, function: Callable[[], None]) -> bool:
-    """Whether the check does, whatever it raises: the others are worth running all the same."""
+def megatron_step(kind: str) -> dict[str, Any]:
+    """Kernels and host syncs of one step of megatron-core with our loss, and of the loss alone. For a process of its
+    own. The loss must have no sync; the step has those of megatron-core and of the metrics."""
+    import mismatch_plugin as mp
+    from examples.megatron_core.train import Trainer, answer, initialize, questions
+    from mismatch_plugin.data.sample import Sample
+
+    initialize()
+    config = mp.preset("token_is")
+    trainer = Trainer(config)
+    samples = []
+    for prompt in questions(64, "gpu"):
+        logged = {"rollout_log_probs": [-1.0] * 7, "train_log_probs": [-1.01] * 7}
+        samples.append(Sample(prompt_ids=prompt, response_ids=answer(prompt), advantages=1.0, **logged))
+    batch = trainer.batch(samples)
+    metrics = trainer.step([batch])
+    assert metrics["rollout_corr/tokens"] == 64 * 7, metrics
+    whole = count(lambda: trainer.step([batch]))
+    current = torch.full((64 * 7,), -1.02, device=trainer.device, requires_grad=True)
+    alone = count(lambda: mp.policy_loss(current, batch.packed, config).loss.backward())
+    assert not alone.syncs, alone.syncs
+    counted = {"step": {"kernels": whole.total, "syncs": whole.syncs}, "loss": {"kernels": alone.total, "syncs": 0}}
+    if kind == "cuda":
+        counted["step"]["launches"] = launches(lambda: trainer.step([batch]))
+    return counted
+
+
+def failure(function: Callable[[], None]) -> str:
+    """What a check raised; "" where it passes."""
     try:
         function()
     except Exception as error:
-        print(f"FAILED {name}: {error!r}")
-        return False
-    return True
+        return repr(error)
+    return ""
 
 
 def step(logits: Tensor, targets: Tensor, upstream: Tensor, backend: Backend, **options: Any) -> tuple[Tensor, ...]:
@@ -160,17 +213,5 @@ def check_same_bits() -> None:
         assert torch.equal(value, other)
 
 
-def figures(tokens: int, vocab: int) -> None:
-    """This package next to what else there is; of ours the share of a copy's bandwidth."""
-    bandwidth = copy_bandwidth(CUDA, tokens * vocab * 2 // 2**20, 20)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {tokens} tokens, vocabulary {vocab}, bfloat16")
-    for entropy in (True, False):
-        case = "with entropy" if entropy else "without"
-        rows = measure(case, from_logits(tokens, vocab, "bfloat16", entropy, CUDA), CUDA, 20, memory=True)
-        print(table({"rows": rows}).to_markdown())
-        speed = 3 * 2 * tokens * vocab / rows[0]["ms"] / 1e6  # read forward, read and written backward
-        print(f"{rows[0]['contender']}: {speed:.0f} GB/s of {bandwidth:.0f} that a copy reads and writes")
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
