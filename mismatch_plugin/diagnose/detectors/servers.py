@@ -15,8 +15,8 @@ from mismatch_plugin.data.read import InputError
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.diagnose.batch import Batch, make_batch
-from mismatch_plugin.diagnose.detectors.distance import logit_gap
-from mismatch_plugin.diagnose.detectors.layers import FAR_Z_SCORE, NEAR_START, way_back, z_score
+from mismatch_plugin.diagnose.detectors.distance import logit_gap, z_score
+from mismatch_plugin.diagnose.detectors.layers import FAR_Z_SCORE, NEAR_START, way_back
 from mismatch_plugin.diagnose.detectors.size import mismatch
 from mismatch_plugin.diagnose.findings import Finding, place_of
 from mismatch_plugin.diagnose.normal import LOGIT_GAPS

@@ -9,7 +9,7 @@ import pytest
 
 from mismatch_plugin.data.versions import WeightSpan, version_number
 from mismatch_plugin.diagnose.detectors.alignment import find_ids, find_lengths, find_shift, find_swapped
-from mismatch_plugin.diagnose.detectors.distribution import find_temperature, find_unrelated
+from mismatch_plugin.diagnose.detectors.distribution import find_temperature
 from mismatch_plugin.diagnose.detectors.numbers import (
     find_fills,
     find_null_eos,
@@ -19,6 +19,7 @@ from mismatch_plugin.diagnose.detectors.numbers import (
     find_zero_eos,
 )
 from mismatch_plugin.diagnose.detectors.run import check_batch
+from mismatch_plugin.diagnose.detectors.tokens import find_unrelated
 from mismatch_plugin.diagnose.detectors.weights import find_versions
 from mismatch_plugin.diagnose.findings import Finding, Undecided
 from tests.diagnose.dumps import batch_of as dump_of

@@ -17,12 +17,11 @@ from mismatch_plugin.diagnose.detectors.distribution import (
     find_penalty,
     find_sampling,
     find_temperature,
-    find_token_offset,
     find_truncation,
-    find_unrelated,
 )
 from mismatch_plugin.diagnose.detectors.numbers import find_precision, fits_bf16, fits_decimals, fits_fp16
 from mismatch_plugin.diagnose.detectors.size import mismatch
+from mismatch_plugin.diagnose.detectors.tokens import find_token_offset, find_unrelated
 from mismatch_plugin.diagnose.detectors.vocabulary import penalise
 from mismatch_plugin.diagnose.detectors.weights import find_versions
 from mismatch_plugin.diagnose.findings import Finding, Undecided
