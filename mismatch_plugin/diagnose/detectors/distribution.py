@@ -23,7 +23,9 @@ SLOPE_SHARE, SLOPE_SHARE_EXPECTED = 0.5, 0.08
 SLOPE_OVER_NOISE = 0.6
 """Noise of that size, relative to the spread of the log-probs, makes a slope by itself: sampling prefers tokens whose
 rollout log-prob the noise raised."""
-MIN_REPEATED, REPEATED_Z_SCORE, REPEATED_SHARE = 20, 6.0, 0.04
+MIN_REPEATED, REPEATED_Z_SCORE, REPEATED_SHARE = 20, 12.0, 0.1
+"""Tokens of either kind; of the offset in standard errors (clean batches reach 6, the mildest plant 55), and of the
+gap's variance (.04 and .5)."""
 RENORMALISED_Z_SCORE, ONE_SIDED, NEGATIVE, MISSING_MASS, NO_BIAS = 6.0, 0.4, 0.65, 0.003, 1e-3
 """A renormalised side: the other lacks mass, in standard errors and in all; gaps have one sign, by size and number.
 With a bias of less than the last in nats a filter cut nothing."""
@@ -214,7 +216,7 @@ def find_penalty(batch: Batch) -> Outcome:
         left, effect = fit(tokens).left, fit(tokens).repeated
         temperature = fit(tokens).temperature(group[0].temperature) is not None
         # A wrong temperature is not linear in the log-prob, and repeats are likelier.
-        share = 0.1 if temperature else REPEATED_SHARE / 2 if penalised else REPEATED_SHARE
+        share = REPEATED_SHARE / 2 if penalised and not temperature else REPEATED_SHARE
         if abs(effect.z_score) < REPEATED_Z_SCORE or effect.share < share or left > FAR_ABS_MEAN:
             continue
         less = effect.size > 0

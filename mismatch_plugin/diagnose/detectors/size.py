@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mismatch_plugin.data.arrays import Bools, Floats
+from mismatch_plugin.data.versions import version_number
 from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens, median
 from mismatch_plugin.diagnose.detectors.distance import CLIP, ordinary, rank_correlation, telling
 from mismatch_plugin.diagnose.findings import FaultName, Finding, Mismatch
@@ -182,16 +183,36 @@ def find_size(batch: Batch) -> Outcome:
     A mean |gap| or k3 above what any sound pair has is a fault, whoever holds it. Below, routers are a note, and even
     noise is one up to the size that published pairs of such precision have. The batch stays as it is.
     """
-    level = mismatch(batch)
+    judged = _of_newest(batch)
+    level = mismatch(judged)
     if level is None or level.tokens < ENOUGH_TOKENS:
         return [], batch
-    gaps, far = Gaps.of(batch), size_class(level) == "far"
+    gaps, far = Gaps.of(judged), size_class(level) == "far"
     found = None
     if len(gaps.tokens) >= ENOUGH_TOKENS:
         found = _few_tokens(gaps, far) or (None if far else _even_noise(gaps, level))
     if found is None and far:
         found = _far(gaps, level)
     return [found] if found else [], batch
+
+
+def _of_newest(batch: Batch) -> Batch:
+    """Without the tokens of older weights than others of their step by their labels: that explains their gap, and
+    `mixed_versions` names it."""
+    seen: dict[Hashable, set[str]] = defaultdict(set)
+    for sample in batch:
+        seen[sample.step, sample.trainer_version].update(span.version for span in sample.weight_versions)
+    masks: dict[int, dict[str, Bools]] = {}
+    for sample in batch:
+        versions = seen[sample.step, sample.trainer_version]
+        newest = max(versions, key=lambda version: version_number(version) or 0, default="")
+        newest = sample.trainer_version if sample.trainer_version in versions else newest
+        if len(versions) > 1:
+            mask = sample.mask.copy()
+            for span in sample.weight_versions:
+                mask[span.start : span.end] &= span.version == newest
+            masks[sample.index] = {"loss_mask": mask}
+    return batch.with_values(masks)
 
 
 def _few_tokens(gaps: Gaps, far: bool) -> Finding | None:
