@@ -41,39 +41,26 @@ DECIMALS = 4
 """Rounding to so many decimals or fewer is named: half a unit is then 5e-5, above float32's own error."""
 
 NOT_LOG_PROBS: dict[FaultName, tuple[str, str, str]] = {
-    "missing": (
-        "null instead of a log-prob",
+    "missing": ("null instead of a log-prob",
         "Send return_logprob with every request, and give tokens that were not sampled (tool output) loss_mask 0.",
-        "Let the trainer write a number for every response token.",
-    ),
-    "nan": (
-        "NaN",
+        "Let the trainer write a number for every response token."),
+    "nan": ("NaN",
         "Look for NaN logits in the engine (fp16, a broken update); else --rollout-log-prob-policy drop-sequence.",
-        "Look for NaN logits in the trainer, or for padding that leaks into the response.",
-    ),
-    "infinite": (
-        "+inf",
+        "Look for NaN logits in the trainer, or for padding that leaks into the response."),
+    "infinite": ("+inf",
         "No log-prob is +inf: look for an overflow or a division by 0 between engine and file.",
-        "No sampled token has one: look for a mask on the logits that excludes sampled tokens, or an overflow.",
-    ),
-    "positive": (
-        "a number clearly above 0",
+        "No sampled token has one: look for a mask on the logits that excludes sampled tokens, or an overflow."),
+    "positive": ("a number clearly above 0",
         "No log-prob is above 0: look at what is written into rollout_log_probs.",
-        "No log-prob is above 0: look at what is written into train_log_probs.",
-    ),
-    "floor": (
-        "−inf or a floor ({value:g})",
+        "No log-prob is above 0: look at what is written into train_log_probs."),
+    "floor": ("−inf or a floor ({value:g})",
         "Take log-probs before filters and remove the engine's clamp, or choose --rollout-log-prob-policy drop-token.",
-        "Remove the clamp on the training side's log-probs.",
-    ),
-    "zero_fill": (
-        "exactly 0.0 where the other side is far from it",
+        "Remove the clamp on the training side's log-probs."),
+    "zero_fill": ("exactly 0.0 where the other side is far from it",
         "The engine returned nothing there: give those tokens loss_mask 0, or ask the engine for their log-probs.",
-        "Gather log-probs for every response token, and do not pad inside the response.",
-    ),
-}
+        "Gather log-probs for every response token, and do not pad inside the response."),
+}  # fmt: skip
 """What a sample has, and what to do on the rollout and on the training side."""
-
 Hits = list[tuple[Sample, Ints]]
 """Samples, and positions in them."""
 
@@ -306,22 +293,13 @@ def fits_decimals(values: Floats) -> Bools:
 
 
 NARROW: dict[FaultName, tuple[Callable[[Floats], Bools], str, str]] = {
-    "bf16": (
-        fits_bf16,
-        "are numbers that bf16 can hold, steps of 2^-8 of its size",
-        "Cast logits to float32 before the log-softmax, and do not store or send log-probs in bf16.",
-    ),
-    "fp16": (
-        fits_fp16,
-        "are numbers that fp16 can hold, steps of 2^-11 of its size",
-        "Keep log-probs in float32 from the log-softmax on: do not store or send them in fp16.",
-    ),
-    "rounded": (
-        fits_decimals,
-        f"have at most {DECIMALS} decimals",
-        "Write log-probs with all their digits (repr of a float32 has up to nine).",
-    ),
-}
+    "bf16": (fits_bf16, "are numbers that bf16 can hold, steps of 2^-8 of its size",
+        "Cast logits to float32 before the log-softmax, and do not store or send log-probs in bf16."),
+    "fp16": (fits_fp16, "are numbers that fp16 can hold, steps of 2^-11 of its size",
+        "Keep log-probs in float32 from the log-softmax on: do not store or send them in fp16."),
+    "rounded": (fits_decimals, f"have at most {DECIMALS} decimals",
+        "Write log-probs with all their digits (repr of a float32 has up to nine)."),
+}  # fmt: skip
 """Which values a form of number can hold, what is said of them, and what to do."""
 
 

@@ -6,38 +6,17 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from mismatch_plugin.diagnose.batch import Batch, Outcome
-from mismatch_plugin.diagnose.detectors.alignment import find_ids, find_lengths, find_shift, find_swapped
-from mismatch_plugin.diagnose.detectors.distribution import (
-    find_penalty,
-    find_sampling,
-    find_temperature,
-    find_truncation,
+from mismatch_plugin.diagnose.detectors import (
+    alignment,
+    distribution,
+    numbers,
+    served,
+    served_weights,
+    size,
+    tokens,
+    vocabulary,
+    weights,
 )
-from mismatch_plugin.diagnose.detectors.numbers import (
-    find_fills,
-    find_null_eos,
-    find_numbers,
-    find_precision,
-    find_scale,
-    find_zero_eos,
-)
-from mismatch_plugin.diagnose.detectors.served import (
-    find_cloned_groups,
-    find_rounded_updates,
-    find_settings,
-    find_stale_cache,
-    note,
-)
-from mismatch_plugin.diagnose.detectors.served_weights import find_served_weights
-from mismatch_plugin.diagnose.detectors.size import equal_sides, find_size, mismatch
-from mismatch_plugin.diagnose.detectors.tokens import (
-    find_retokenised,
-    find_token_offset,
-    find_unrelated,
-    find_wrong_prompt,
-)
-from mismatch_plugin.diagnose.detectors.vocabulary import find_in_distributions
-from mismatch_plugin.diagnose.detectors.weights import find_not_updated, find_split, find_stale_server, find_versions
 from mismatch_plugin.diagnose.findings import CheckResult, FaultName, Finding, Item, Status, Undecided
 from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS
 
@@ -74,114 +53,114 @@ _LEFT_OUT = ("missing", "infinite", "nan", "positive", "floor", "zero_fill", "eo
 
 PLUGIN = "the server's plugin"
 TOLD = (  # What servers tell of themselves is no statistics: it is named before all else.
-    Detector(find_served_weights, (
+    Detector(served_weights.find_served_weights, (
         Fault("label_reused", "weights changed under one and the same version", PLUGIN),
         Fault("other_weights", "a server serves other weights than the trainer sent",
               f"{PLUGIN}, next to the trainer's `weight_fingerprint`"),
     )),
-    Detector(find_stale_cache, (
+    Detector(served.find_stale_cache, (
         Fault("stale_cache",
               "keys and values of older weights were reused under a new version: the cache was not flushed", PLUGIN),
     )),
-    Detector(find_rounded_updates, (
+    Detector(served.find_rounded_updates, (
         Fault("update_lost_in_precision",
               "an update changed few elements, since bfloat16 rounds small steps away", PLUGIN),
     )),
-    Detector(find_settings, (
+    Detector(served.find_settings, (
         Fault("server_differs", "a running server has other weights, precision or version",
               f"{PLUGIN}; rescoring, against `--checkpoint` and other `--url`"),
     )),
 )  # fmt: skip
 STAGES: tuple[tuple[Detector, ...], ...] = (
     (  # Broken pairs and numbers: found first, and undone, so that what follows sees sound pairs.
-        Detector(find_ids, (
+        Detector(alignment.find_ids, (
             Fault("token_ids", "the trainer sees other response ids", "ids", True),
             Fault("prompt_ids", "the trainer sees another prompt", "ids", True),
         )),
-        Detector(find_cloned_groups, (
+        Detector(served.find_cloned_groups, (
             Fault("cloned_group", "responses of one group that are the same, at a temperature above 0",
                   "ids, and how unlikely"),
         ), alone=True),
-        Detector(find_null_eos, (
+        Detector(numbers.find_null_eos, (
             Fault("eos_appended", "the trainer appended an end token that nobody sampled",
                   "null, 0.0 or one token more at the end"),
         ), alone=True),
-        Detector(find_scale, (
+        Detector(numbers.find_scale, (
             Fault("sign", "losses in place of log-probs", "positive values"),
             Fault("probabilities", "probabilities in place of log-probs", "values in (0, 1]"),
             Fault("log_base", "logs of base 2 or 10", "one factor between the sides, at every size", True),
         ), alone=True),
-        Detector(find_numbers, (
+        Detector(numbers.find_numbers, (
             Fault("missing", "null in place of a log-prob", "the value"),
             Fault("nan", "NaN", "the value"),
             Fault("infinite", "+inf", "the value"),
             Fault("positive", "a log-prob above 0", "the value"),
             Fault("floor", "−inf or a clamp at a floor", "the value, and its repetition"),
         ), alone=True),
-        Detector(find_retokenised, (
+        Detector(tokens.find_retokenised, (
             Fault("retokenised", "text decoded and encoded again", "sides agree up to a position, and not behind it",
                   True),
         )),
-        Detector(find_swapped, (
+        Detector(alignment.find_swapped, (
             Fault("swapped_samples", "log-probs of another sample", "another sample's fit better", True),
         )),
-        Detector(find_lengths, (Fault("length", "a list that is not as long as the response", "lengths"),)),
-        Detector(find_shift, (
+        Detector(alignment.find_lengths, (Fault("length", "a list that is not as long as the response", "lengths"),)),
+        Detector(alignment.find_shift, (
             Fault("boundary", "the response is cut at another place", "a shift by 2 to 8 tokens fits better", True),
             Fault("shift_by_one", "log-probs of the next or previous token", "a shift by one fits better", True),
         )),
-        Detector(find_zero_eos),
-        Detector(find_fills, (
+        Detector(numbers.find_zero_eos),
+        Detector(numbers.find_fills, (
             Fault("zero_fill", "0.0 filled in where nothing came", "0.0 next to a far log-prob", True),
         )),
     ),
     (  # Two distributions that differ by what one side left out: whole ones if there are any, then sampled tokens.
-        Detector(find_in_distributions, ends=("shift_by_one",)),
-        Detector(find_wrong_prompt, (
+        Detector(vocabulary.find_in_distributions, ends=("shift_by_one",)),
+        Detector(tokens.find_wrong_prompt, (
             Fault("wrong_prompt", "another prompt, template or BOS",
                   "the gap decays along responses, or with prompts' lengths", True),
         ), unless=("prompt_ids", "temperature", "penalty")),
-        Detector(find_unrelated, (
+        Detector(tokens.find_unrelated, (
             Fault("unrelated", "the sides have nothing in common", "no rank correlation", True),
         ), ends=("unrelated",), unless=("wrong_prompt",)),
-        Detector(find_token_offset, (
+        Detector(tokens.find_token_offset, (
             Fault("token_offset", "few ids with a bias, a ban or other embedding rows on one side",
                   "their gap in every sample", True),
         ), unless=("wrong_prompt", "prompt_ids", "retokenised")),
-        Detector(find_temperature, (
+        Detector(distribution.find_temperature, (
             Fault("temperature", "only one side divides by the temperature",
                   f"{PLUGIN}; slope of the gap over the log-prob; entropies; logits", True),
         ), unless=("wrong_prompt",)),
-        Detector(find_penalty, (
+        Detector(distribution.find_penalty, (
             Fault("penalty", "a repetition penalty on one side", "an offset on tokens that occurred before; logits",
                   True),
         ), unless=("wrong_prompt",)),
-        Detector(find_truncation, (
+        Detector(distribution.find_truncation, (
             Fault("truncation", "top-p, top-k or min-p on one side",
                   "what is recorded; gaps of one sign; entropies; logits"),
         ), alone=True, unless=("token_offset",)),  # it moves all other ids one way
-        Detector(find_sampling, unless=(*_OTHER_TEXT, "stale_server", *_LEFT_OUT)),
+        Detector(distribution.find_sampling, unless=(*_OTHER_TEXT, "stale_server", *_LEFT_OUT)),
     ),
     (  # Other weights: by labels, one server's, or all of them.
-        Detector(find_versions, (
+        Detector(weights.find_versions, (
             Fault("mixed_versions", "weights changed inside a response, or servers differ", "recorded versions"),
             Fault("staleness", "sampled by weights too many steps behind", "recorded versions", True),
         ), alone=True),
-        Detector(find_stale_server, (
+        Detector(weights.find_stale_server, (
             Fault("stale_server", "one server or worker is behind",
                   f"{PLUGIN}; its samples lie further off than others'", True),
         ), unless=(*_OLD_WEIGHTS, "server_differs")),
-        Detector(find_not_updated, (
+        Detector(weights.find_not_updated, (
             Fault("weights_not_updated", "updates never reached the sampler, whatever its label says",
                   f"{PLUGIN}; SGLang's label `default`; the sampler fits the start weights "
                   "(`--reference-checkpoint`); the gap grows with the version", True),
             Fault("weights_partly_updated", "only some layers arrived",
                   f"{PLUGIN}; a mix of both checkpoints' layers fits best", True),
         ), unless=(*_OTHER_TEXT, *_OLD_WEIGHTS)),
-        Detector(find_split, unless=(*_OTHER_TEXT, *_OLD_WEIGHTS)),
+        Detector(weights.find_split, unless=(*_OTHER_TEXT, *_OLD_WEIGHTS)),
     ),
     (  # What is left: the size of the gap, where nothing above explains it.
-        Detector(find_size, (
+        Detector(size.find_size, (
             Fault("quantised", "sides in different precision",
                   "even noise above that of bf16, of a size that such pairs have", True),
             Fault("moe_routing", "a router chose other experts", "few tokens far off, in any place, sample and id",
@@ -192,7 +171,7 @@ STAGES: tuple[tuple[Detector, ...], ...] = (
     ),
 )  # fmt: skip
 """A fault that was named is not named again by a later detector."""
-PRECISION = Detector(find_precision, (
+PRECISION = Detector(numbers.find_precision, (
     Fault("bf16", "log-probs were rounded to bf16", "their digits"),
     Fault("fp16", "log-probs were rounded to fp16", "their digits"),
     Fault("rounded", "log-probs were rounded to few decimals", "their digits"),
@@ -237,11 +216,11 @@ def check_batch(
         for item in items
         if isinstance(item, Undecided) and (left := tuple(fault for fault in item.faults if fault not in told))
     ]
-    before = mismatch(given)
-    after = before if batch is given else mismatch(batch)
+    before = size.mismatch(given)
+    after = before if batch is given else size.mismatch(batch)
     few = given.has_training and len(batch.tokens) < ENOUGH_TOKENS
     status: Status = "faults" if any(item.counts for item in findings) else "undecided" if few else "clean"
-    remarks = (note(given), equal_sides(batch))
+    remarks = (served.note(given), size.equal_sides(batch))
     return CheckResult(
         status=status,
         samples=len(given),
