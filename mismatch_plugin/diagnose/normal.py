@@ -201,7 +201,9 @@ def normality(level: Mismatch, hints: Hints | None = None) -> Answer:
         times = {name: _value(level, name) / rows[-1].high for name, rows in known.items()}
         if known and max(times.values()) <= LOOSE:
             below = all(_value(level, name) < min(row.low for row in rows) for name, rows in known.items())
-            by_others = {name: [row.high for row in rows if not row.ours] for name, rows in known.items()}
+            by_others: dict[Figure, list[float]] = {
+                name: [row.high for row in rows if not row.ours] for name, rows in known.items()
+            }
             ours = any(_value(level, name) > LOOSE * max(highs, default=0.0) for name, highs in by_others.items())
             size = "within twice what is" if max(times.values()) > 1.0 else "below what is" if below else "as"
             measured = "measured on our tiny models" if ours else "published"
