@@ -49,6 +49,11 @@ METHODS = (
         "AReaL metric=binary_kl"),
     Method("TRM", "arXiv 2512.23075", "sequences dropped by max k2 and mean k3",
         "--rs-criterion sequence_max:k2:0.5 --rs-criterion sequence_mean:k3:0.01", NOTHING),
+    Method("M2PO", "arXiv 2510.01161", "PPO, tokens of the largest l² dropped until the mean l² of the rest is ≤ 0.04",
+        "--mismatch-preset m2po", "AReaL m2_threshold, which sorts each micro-batch; here by the step before"),
+    Method("At most a share", NOTHING,
+        "responses of mean k3 above 0.01 dropped, but at most a quarter of all: the largest",
+        "--rs-criterion sequence_mean:k3:0.01:share=0.25", NOTHING),
     Method("DPPO-TV", "arXiv 2602.04879",
         "−sg(min(ρ_t, c)) A log π_θ, kept where |π_θ − π_rollout| ≤ δ or the step leads back",
         "--mismatch-preset dppo_tv", "verl loss_mode dppo_tv"),
@@ -63,6 +68,16 @@ METHODS = (
         "slime, miles --advantage-estimator gspo; verl loss_mode gspo; NeMo-RL sequence_level_importance_ratios"),
     Method("CISPO", "arXiv 2506.13585", "−sg(min(r, 1 + ε)) A log π_θ", "--mismatch-objective cispo",
         "slime --advantage-estimator cispo; verl loss_mode cispo; NeMo-RL use_cispo"),
+    Method("SAPO", "arXiv 2511.20347", "−A (4/τ) sigmoid(τ (r − 1)), τ by the sign of A", "--mismatch-preset sapo",
+        "verl loss_mode sapo; TRL loss_type sapo"),
+    Method("GMPO", "arXiv 2507.20673",
+        "−A exp(mean over the response of log r, each clipped on the side of A's sign)", "--mismatch-preset gmpo",
+        "verl loss_mode geo_mean; TRL GMPOTrainer"),
+    Method("VESPO", "arXiv 2602.10693",
+        "−sg(W^k e^(λ (1 − W))) A log π_θ, W = Π ρ of the response, k and λ by the sign of A",
+        "--mismatch-preset vespo", "TRL loss_type vespo"),
+    Method("TOPR", "arXiv 2503.14286", "−sg(w) A log π_θ: w = 1 where A ≥ 0, else min(Π ρ, 1)",
+        "--mismatch-preset topr", "ROLL pg_variant topr"),
     Method("REINFORCE without a ratio", "Williams 1992", "−w A log π_θ, w of π_old",
         "--use-tis --mismatch-objective reinforce", "NeMo-RL disable_ppo_ratio"),
     Method("prime-rl's default", "prime-rl, default_loss_fn",
@@ -88,17 +103,9 @@ METHODS = (
 )
 
 NOT_YET = (
-    Method("GMPO", "arXiv 2507.20673",
-        "−A exp(mean over the response of log r, each clipped on the side of A's sign)", "",
-        "verl loss_mode geo_mean; objective gspo clips the mean in place of each token"),
     Method("CTPO", "arXiv 2605.07331",
         "−min(R A, clip(R) A) with R = Π_{k≤t} r_k, clipped to [e^(−0.025 √t), e^(0.05 √t)]; a clip of π_θ/π_old, no "
         "bounds of a weight", "", "its fork of verl: cum-token-cumprod-la, with a dual clip at e^(0.05 √t)"),
-    Method("SAPO", "arXiv 2511.20347", "−A (4/τ) sigmoid(τ (r − 1)), τ by the sign of A", "", "verl loss_mode sapo"),
-    Method("VESPO", "arXiv 2602.10693",
-        "−sg(W^k e^(λ (1 − W))) A log π_θ, W = Π ρ of the response, k and λ by the sign of A", "", NOTHING),
-    Method("TOPR", "arXiv 2503.14286", "−sg(w) A log π_θ: w = 1 where A ≥ 0, else min(Π ρ, 1)", "", NOTHING),
-    Method("M2PO", "M2PO", "tokens of the largest l² dropped until the mean l² of the step is below τ", "", NOTHING),
 )
 """Not available yet."""
 
@@ -180,11 +187,40 @@ EQUALITIES = (
         "a dual clip under disable_ppo_ratio compares c with log π there; here it is refused",
     ),
     Equality(
-        "GSPO, CISPO at θ = anchor",
+        "SAPO",
+        "verl, and so SkyRL and TRL",
+        "1e-9",
+        "core/test_methods_peers.py::test_sapo_equals_verl",
+        "verl takes seq-mean-token-mean whatever loss_agg_mode says",
+    ),
+    Equality(
+        "GMPO",
+        "verl, and so TRL",
+        "1e-6",
+        "core/test_methods_peers.py::test_gmpo_equals_verl",
+        "under seq-mean-token-mean, advantage and weight constant in a response; verl's weights enter as their "
+        "geometric mean",
+    ),
+    Equality(
+        "GSPO, CISPO, SAPO, GMPO at θ = anchor",
         "REINFORCE's gradient, by enumeration",
         "1e-10",
         "core/test_loss_enumeration.py::test_at_the_anchor_every_objective_has_reinforces_gradient",
         NOTHING,
+    ),
+    Equality(
+        "VESPO",
+        "TRL",
+        "1e-9",
+        "core/test_methods_peers.py::test_gamma_equals_trl",
+        "TRL keeps W above 1e-8 and each token's ratio within e^±20; ours keep W within e^±20",
+    ),
+    Equality(
+        "M2PO",
+        "AReaL",
+        "the same tokens, but for those within a bin (2.4 %) of its cut",
+        "core/test_budgets.py::test_m2po_keeps_what_areal_keeps",
+        "AReaL sorts each micro-batch; here the step before gives the cut, and the first step rejects l² > 0.04",
     ),
     Equality(
         "DPPO-TV, DPPO-KL",

@@ -15,11 +15,20 @@ from torch import Tensor
 
 import mismatch_plugin as mp
 from mismatch_plugin.config.criteria import Aggregate, Statistic
-from tests.plain import TRAINER_VERSION, Response, algorithm, corrects, leaves_out, loss_reads_rollout, runs
+from tests.plain import (
+    TRAINER_VERSION,
+    Response,
+    algorithm,
+    corrects,
+    leaves_out,
+    loss_reads_rollout,
+    runs,
+    weighs_by_sign,
+)
 from tests.plain_loss import Answer, objective_of
 
 OPTIONAL = ("rollout", "old", "ref", "entropy", "positions", "versions", "turns")
-OBJECTIVES = ("ppo", "gspo", "cispo", "reinforce")
+OBJECTIVES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "reinforce")
 SIDES = ("high", "low", "dual")
 LEVELS = ("token", "turn", "sequence", "geometric", "prefix")
 STATISTICS = get_args(Statistic)
@@ -37,6 +46,12 @@ def draw_tis(rng: Random) -> dict[str, Any]:
     if tis["level"] == "none" and rng.random() < 0.9:
         return tis  # the rest would change nothing, and is refused
     tis |= {"mode": rng.choice(["truncate", "clip", "mask"]), "batch_normalize": rng.random() < 0.5}
+    if rng.random() < (0.15 if tis["level"] == "sequence" else 0.005):
+        return tis | {"mode": "gamma"}  # refused where bounds are given, and in algorithm 2
+    if rng.random() < 0.3:
+        tis["upper_bound_positive"] = rng.choice([1.0, 1.1, 3.0, math.inf])
+    if rng.random() < (0.02 if tis["mode"] == "truncate" else 0.2):
+        tis["lower_bound_positive"] = rng.choice([0.0, 0.9, 1.0])
     if rng.random() < 0.8:
         tis["upper_bound"] = rng.choice([2.0, 1.02, 1.3, 5.0, 0.7, 150.0, math.inf])
     if rng.random() < (0.05 if tis["mode"] == "truncate" else 0.6):
@@ -67,6 +82,8 @@ def draw_criterion(rng: Random) -> dict[str, Any]:
 
 
 def draw_clip(rng: Random, objective: str) -> dict[str, Any]:
+    if objective == "sapo" and rng.random() < 0.9:
+        return {"tau_positive": rng.choice([1.0, 0.5]), "tau_negative": rng.choice([1.05, 2.0])}
     clip: dict[str, Any] = {
         "eps_clip_low": rng.choice([0.2, 0.2, 0.05, 0.0, 0.9]),
         "eps_clip_high": rng.choice([0.2, 0.28, 0.02, 0.0, 3.0]),
@@ -281,6 +298,7 @@ def features(config: mp.MismatchConfig, batch: list[Response], answer: Answer) -
         names += [f"lo {tis.lower_bound}"] if tis.mode != "truncate" else []
         names += [f"grows, {tis.level}"] if tis.bound_growth else []
         names += [f"scope {tis.batch_normalize_scope}"] if tis.batch_normalize else []
+    names += [f"by sign, {tis.level} {tis.mode}"] if weighs_by_sign(config) else []
     names += [f"kl {config.terms.kl_type}"] if config.terms.kl_coef else []
     names += ["kl weighted"] if config.terms.kl_importance_weighted else []
     named, clipped = objective_of(config), [f"clipped {x}" for x in SIDES if any(x in t.clipped for t in tokens)]
@@ -347,13 +365,15 @@ EVERYTHING = [
     *("error", "neutral", "drop-token", "drop-sequence", "dry run", "veto", "none"),
     *(f"{aggregate} {statistic}" for aggregate in AGGREGATES for statistic in STATISTICS),
     *(f"{level} {mode}" for level in LEVELS for mode in ("truncate", "clip", "mask")),
+    *(f"by sign, {level} {mode}" for level in LEVELS for mode in ("truncate", "clip", "mask")),
+    "by sign, sequence gamma",
     *(f"grows, {level}" for level in ("turn", "sequence", "prefix")),
     *(f"hi {hi}" for hi in (0.7, 1.02, 2.0, 150.0, math.inf)),
     *(f"lo {lo}" for lo in (None, 0.0, 0.5, 0.98)),
     *(f"scope {scope}" for scope in ("auto", "step", "rollout_batch", "micro_batch")),
     *(f"kl {kind}" for kind in ("k1", "k2", "k3", "low_var_kl")),
     *("kl weighted", "clipped high", "clipped low", "clipped dual", "some rejected", "all rejected"),
-    *(f"{name} clipped {side}" for name in ("ppo", "gspo", "cispo") for side in ("high", "low")),
+    *(f"{name} clipped {side}" for name in ("ppo", "gspo", "cispo", "gmpo") for side in ("high", "low")),
     *("ppo clipped dual", "gspo clipped dual", "rollout kl next to invalid", "rollout on all", "rollout on accepted"),
     *(f"{name} {policy}" for name in OBJECTIVES for policy in ("error", "neutral", "drop-token", "drop-sequence")),
     *(f"rollout {kind} {far}" for kind in ("k2", "k3") for far in ("near", "far")),

@@ -64,6 +64,7 @@ class Token:
     kl: float = 0.0
     kl_slope: float = 0.0
     log_r: float = 0.0  # log of the ratio that the objective clips
+    log_mean: float = 0.0  # gmpo: the mean of those of its response, clipped
     distance: float = 0.0  # penalty on the distance to the sampler
     distance_slope: float = 0.0
     clipped: set[str] = field(default_factory=set)
@@ -277,12 +278,39 @@ def log_bounds(config: mp.MismatchConfig, n: int) -> tuple[float, float]:
     return low, high
 
 
+def safe_log(value: float) -> float:
+    return math.log(value) if value > 0 else -math.inf
+
+
+def weighs_by_sign(config: mp.MismatchConfig) -> bool:
+    own = (config.tis.lower_bound_positive, config.tis.upper_bound_positive)
+    return weighted(config) and (config.tis.mode == "gamma" or own != (None, None))
+
+
+def not_negative(unit: list[Token], near: Near) -> bool:
+    """Whether the advantages of a unit add up to 0 or more."""
+    total = math.fsum(token.advantage for token in unit)
+    if any(token.advantage != 0 for token in unit):
+        near(total, 0.0)
+    return total >= 0
+
+
 def give_weights(responses: list[list[Token]], config: mp.MismatchConfig, near: Near) -> list[list[Token]]:
     """Bounded weights before batch normalisation. Returns the units."""
     units, over = units_of(config.tis.level, responses), summed(config.tis.level, responses)
     for unit, tokens in zip(units, over, strict=True):
         log_ratio = aggregate(config.tis.level, tokens)
+        positive = weighs_by_sign(config) and not_negative(unit, near)
+        if config.tis.mode == "gamma":
+            bounded, (k, scale) = clamp(log_ratio, -SAFETY, SAFETY), (2.0, 3.0) if positive else (3.0, 2.0)
+            for token in unit:
+                token.weight = math.exp(scale) * math.exp(k * bounded - scale * math.exp(bounded))
+            continue
         log_lower, log_upper = log_bounds(config, len(tokens))
+        if positive:
+            of_positive = [config.tis.lower_bound_positive, config.tis.upper_bound_positive]
+            log_upper = log_upper if of_positive[1] is None else min(safe_log(of_positive[1]), SAFETY)
+            log_lower = min(log_lower, log_upper) if of_positive[0] is None else safe_log(of_positive[0])
         near(log_ratio, log_upper)
         near(log_ratio, log_lower)
         high, low = log_ratio > log_upper, log_ratio < log_lower
@@ -379,6 +407,25 @@ def judge(criterion: mp.Criterion, unit: list[Token], config: mp.MismatchConfig,
         low = value < limit
     judged = holds(criterion, unit, near)
     return Verdict(value, high and judged, low and judged, unit)
+
+
+def budget_bounds(criterion: mp.Criterion, values: list[float]) -> tuple[float, float]:
+    """Between what the bound of a budget lies after a step of these values: bins are 2.4 % wide (of 1e-8 below that),
+    and the mean takes each value at its bin's upper edge."""
+    wide, least, values = 1.024, 3e-10, sorted(values)
+    own = criterion.upper_bound or 0.0
+
+    def kept(mean: float) -> int:
+        """How many of the smallest stay: the most whose mean is no more, at least one."""
+        return max(n for n in range(1, len(values) + 1) if n == 1 or math.fsum(values[:n]) / n <= mean)
+
+    if criterion.max_share is not None:
+        stays = len(values) - math.floor(criterion.max_share * len(values) + 1e-9)
+        return max(own, values[stays - 1]), max(own, values[stays - 1] * wide + least)
+    assert criterion.max_mean is not None
+    lowest, most = kept(criterion.max_mean / wide - least), kept(criterion.max_mean)
+    after = values[most] if most < len(values) else math.inf
+    return max(own, values[lowest - 1] / wide - least), max(own, after)
 
 
 def decide(batch: list[Response], config: mp.MismatchConfig, factor: float | None, near: Near) -> Judged:

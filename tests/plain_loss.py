@@ -34,12 +34,18 @@ def objective_of(config: mp.MismatchConfig) -> str:
 
 
 def ratios(tokens: list[Token], config: mp.MismatchConfig) -> None:
-    """log r of every token of a response; for gspo their mean over those that enter."""
+    """log r of every token of a response; for gspo their mean over those that enter, for gmpo next to it the mean of
+    those clipped on the side of A's sign."""
     entering = [token for token in tokens if token.enters]
     if objective_of(config) == "reinforce" or not entering:
         return
     for token in entering:
         token.log_r = token.current - (token.rollout if config.use_rollout_log_probs else token.old)
+    if objective_of(config) == "gmpo":
+        low, high = config.ppo.eps_clip_low, config.ppo.eps_clip_high
+        each = [min(token.log_r, high) if token.advantage > 0 else max(token.log_r, -low) for token in entering]
+        for token in entering:
+            token.log_mean = math.fsum(each) / len(each)
     if objective_of(config) == "gspo":
         mean = math.fsum(token.log_r for token in entering) / len(entering)
         for token in entering:
@@ -55,6 +61,16 @@ def objective(token: Token, config: mp.MismatchConfig, near: Near) -> None:
         token.loss, token.slope = -advantage * token.current, -advantage
         return
     r = bounded_exp(token.log_r)
+    if name == "gmpo":
+        gmpo(token, config, near)
+        return
+    if name == "sapo":
+        tau = config.ppo.tau_positive if advantage > 0 else config.ppo.tau_negative
+        near(abs(token.log_r), SAFETY)
+        gate = 1.0 / (1.0 + math.exp(-min(tau * (r - 1.0), 700.0)))
+        token.loss = -advantage * gate * 4.0 / tau
+        token.slope = -advantage * 4.0 * gate * (1.0 - gate) * r if abs(token.log_r) < SAFETY else 0.0
+        return
     low, high, dual = 1.0 - config.ppo.eps_clip_low, 1.0 + config.ppo.eps_clip_high, config.ppo.dual_clip
     near(abs(token.log_r), SAFETY)
     if name == "cispo":
@@ -82,6 +98,20 @@ def objective(token: Token, config: mp.MismatchConfig, near: Near) -> None:
                 free = False
                 token.clipped.add("dual")
     token.slope = -advantage * r if free and abs(token.log_r) < SAFETY else 0.0
+
+
+def gmpo(token: Token, config: mp.MismatchConfig, near: Near) -> None:
+    """−A times the geometric mean of clipped ratios; its derivative at a token that is not clipped is its own share."""
+    low, high = -config.ppo.eps_clip_low, config.ppo.eps_clip_high
+    near(token.log_r, low)
+    near(token.log_r, high)
+    near(abs(token.log_mean), SAFETY)
+    token.loss = -token.advantage * bounded_exp(token.log_mean)
+    if token.advantage > 0 and min(token.log_r, SAFETY) > high:
+        token.clipped.add("high")
+    if token.advantage < 0 and max(token.log_r, -SAFETY) < low:
+        token.clipped.add("low")
+    token.slope = 0.0 if token.clipped or abs(token.log_mean) >= SAFETY else token.loss
 
 
 def distance(token: Token, config: mp.MismatchConfig, near: Near) -> None:

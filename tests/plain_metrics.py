@@ -26,6 +26,7 @@ from tests.plain import (
     summed,
     tis_bounds,
     units_of,
+    weighs_by_sign,
     weighted,
 )
 from tests.plain_loss import Answer, objective_of
@@ -150,11 +151,11 @@ def outside(responses: list[list[Token]], config: mp.MismatchConfig, near: Near)
     levels = {"token": "token", "sequence_sum": "sequence", "sequence_mean": "geometric"}
     plainly = [c for c in config.rs.criteria if c.condition == "any" and config.rs.policy == "auto"]
     ratio_criteria = [c for c in plainly if is_ratio(c) and c.aggregate in levels]
-    if weighted(config):
+    if weighted(config) and not weighs_by_sign(config):
         level, (lower, upper) = config.tis.level, tis_bounds(config)
     elif ratio_criteria:
         level, (lower, upper) = levels[ratio_criteria[0].aggregate], criterion_bounds(ratio_criteria[0], config)
-    elif {"upper_bound", "lower_bound"} & config.tis.model_fields_set:
+    elif not weighted(config) and {"upper_bound", "lower_bound"} & config.tis.model_fields_set:
         level, (lower, upper) = "token", tis_bounds(config)
     else:
         return {}
@@ -168,7 +169,7 @@ def outside(responses: list[list[Token]], config: mp.MismatchConfig, near: Near)
 
     units = summed(level, responses)
     high, low = shares([aggregate(level, unit) for unit in units], math.log)
-    if weighted(config):  # of each unit its own
+    if weighted(config) and not weighs_by_sign(config):  # of each unit its own
         pairs = [(aggregate(level, unit), *log_bounds(config, len(unit))) for unit in units]
         high, low = mean(value > above for value, _, above in pairs), mean(value < below for value, below, _ in pairs)
     seq_high, seq_low = high, low

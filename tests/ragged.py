@@ -163,9 +163,9 @@ def configs(draw: st.DrawFn, metrics: tuple[str, ...] = ("off", "basic", "full")
     if values["aggregation"] == "seq-mean-token-sum":
         values["length_norm"] = draw(st.sampled_from([None, 7.0]))
     if not (bypass and weighted):
-        values["objective"] = draw(st.sampled_from(["ppo", "gspo", "cispo", "reinforce"]))
+        values["objective"] = draw(st.sampled_from(["ppo", "gspo", "cispo", "sapo", "gmpo", "reinforce"]))
         dual = {"dual_clip": draw(st.sampled_from([None, 3.0]))} if values["objective"] in ("ppo", "gspo") else {}
-        values["ppo"] = {} if values["objective"] == "reinforce" else {"eps_clip_high": 0.3, **dual}
+        values["ppo"] = {} if values["objective"] in ("sapo", "reinforce") else {"eps_clip_high": 0.3, **dual}
     terms: dict[str, Any] = {"entropy_coef": draw(st.sampled_from([0.0, 0.01]))}
     if draw(st.booleans()):
         terms |= {"kl_coef": 0.1, "kl_type": draw(st.sampled_from(["k1", "k2", "k3", "low_var_kl"]))}

@@ -130,6 +130,20 @@ def _prefix(b: Batch) -> Tensor:
     return torch.minimum(w, 5 ** n.sqrt()) * _ppo(b)
 
 
+def _m2po(b: Batch) -> tuple[Tensor, Tensor]:
+    """After a step of the same data; each l² counts as the upper edge of its bin."""
+    width = math.asinh(1e20) / 2048
+    squares = 2e-8 * ((_l(b) ** 2 / 2e-8).asinh() / width).ceil().mul(width).sinh()
+    means = torch.stack([squares[squares <= value].mean() for value in squares])
+    return _ppo(b), squares <= squares[means <= 0.04].amax()
+
+
+def _a_quarter(b: Batch) -> tuple[Tensor, Tensor]:
+    """Of six responses one."""
+    mean = _each(_k3(_l(b)), b.sequences, _mean)
+    return _ppo(b), (mean <= 0.01) | (mean < mean.amax())
+
+
 def _trm(b: Batch) -> tuple[Tensor, Tensor]:
     worst, mean = _each(_l(b) ** 2 / 2, b.sequences, torch.amax), _each(_k3(_l(b)), b.sequences, _mean)
     return _ppo(b), (worst <= 0.5) & (mean <= 0.01)
@@ -155,8 +169,35 @@ def _opsm(b: Batch) -> Tensor:
 
 def _gspo(b: Batch) -> Tensor:
     s = _each(b.theta - b.old, b.sequences, _mean).exp()
-    each = _each(_clip(s, b.a, 3e-4, 4e-4), b.sequences, _mean)
+    return _response_mean(b, _each(_clip(s, b.a, 3e-4, 4e-4), b.sequences, _mean))
+
+
+def _response_mean(b: Batch, each: Tensor) -> Tensor:
+    """Times what makes a mean over all tokens the mean of the responses' means."""
     return each * _each(torch.ones_like(b.a), b.sequences, lambda ones: 1 / ones.sum()) * len(b.a) / len(b.sequences)
+
+
+def _sapo(b: Batch) -> Tensor:
+    tau = torch.full_like(b.a, 1.05).masked_fill(b.a > 0, 1.0)
+    return _response_mean(b, -b.a * (4 / tau) / (1 + (-tau * ((b.theta - b.old).exp() - 1)).exp()))
+
+
+def _gmpo(b: Batch) -> Tensor:
+    """The paper's, a response: its gradient is that of the mean."""
+    log_r = b.theta - b.old
+    clipped = torch.where(b.a > 0, log_r.clamp(max=0.4), log_r.clamp(min=-0.4))
+    return _response_mean(b, -b.a * _each(clipped, b.sequences, _mean).exp())
+
+
+def _vespo(b: Batch) -> Tensor:
+    w = _each((b.theta - b.mu).detach(), b.sequences, _sum).exp()
+    phi = torch.where(b.a >= 0, w**2 * (3 * (1 - w)).exp(), w**3 * (2 * (1 - w)).exp())
+    return -phi * b.a * b.theta
+
+
+def _topr(b: Batch) -> Tensor:
+    w = _each((b.theta - b.mu).detach(), b.sequences, _sum).exp()
+    return -torch.where(b.a >= 0, 1, w.clamp(max=1)) * b.a * b.theta
 
 
 def _prime(b: Batch) -> Tensor:
@@ -189,11 +230,17 @@ _FORMULAS: dict[str, Formula] = {
     "KPop": lambda b: (_ppo(b), _kpop(b)),
     "KPop in AReaL": lambda b: _l(b).exp() * _ppo(b) * _kpop(b),
     "TRM": _trm,
+    "M2PO": _m2po,
+    "At most a share": _a_quarter,
     "DPPO-TV": lambda b: _dppo(b, _tv(b) <= 0.15),
     "DPPO-KL": lambda b: _dppo(b, _bernoulli(b.mu, b.theta) <= 0.05),
     "OPSM": _opsm,
     "GSPO": _gspo,
     "CISPO": lambda b: -(b.theta - b.old).exp().clamp(max=1.2).detach() * b.a * b.theta,
+    "SAPO": _sapo,
+    "GMPO": _gmpo,
+    "VESPO": _vespo,
+    "TOPR": _topr,
     "REINFORCE without a ratio": lambda b: -_l(b).exp().clamp(max=2) * b.a * b.theta,
     "prime-rl's default": _prime,
     "prime-rl's default, its own form": _prime,
@@ -263,7 +310,9 @@ def test_the_formula_of_a_method(method: Method) -> None:
         packed, theta, batch = _draw(seed)
         if "prime-rl" in method.name:  # far tokens: they are pulled back, and masked by the sign of A alone
             packed, theta, batch = _far(packed, theta, batch)
-        ours = mp.policy_loss(theta, packed, _config(method.flags)).loss
+        config = _config(method.flags)
+        before = mp.policy_loss(theta, packed, config).statistics.thresholds()
+        ours = mp.policy_loss(theta, packed, config, thresholds=before).loss
         formula = _FORMULAS[method.name](batch)
         loss, keep = formula if isinstance(formula, tuple) else (formula, _all(batch))
         assert keep.any()

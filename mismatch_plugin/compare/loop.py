@@ -199,6 +199,7 @@ class Runs:
         self.task = get_task(settings.task)
         self.configs = [config for config in configs for _ in seeds]
         self.quiet = [config.replace(metrics="off") for config in self.configs]
+        self.thresholds: list[dict[str, Tensor]] = [{} for _ in self.configs]  # of the last step, for budgets
         self.needs_old = [n for n, config in enumerate(self.configs) if not config.use_rollout_log_probs]
         self.weights = map_weights(warm_weights, lambda weight: self._by_variant(weight).requires_grad_())
         self.optimizer = BatchedAdamW(self.weights, settings, settings.lr, settings.weight_decay)
@@ -278,7 +279,9 @@ class Runs:
                 losses.append((own * math.nan).sum())
                 continue
             config = self.configs[n] if measured else self.quiet[n]
-            result = mp.policy_loss(own[mask[n]], self._packed(batch, n, step, entropy), config)
+            packed = self._packed(batch, n, step, entropy)
+            result = mp.policy_loss(own[mask[n]], packed, config, thresholds=self.thresholds[n])
+            self.thresholds[n] = result.statistics.thresholds()
             losses.append(result.loss)
             if measured:
                 below = (own < IMPOSSIBLE) & mask[n]

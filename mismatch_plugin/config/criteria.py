@@ -16,7 +16,11 @@ Condition = Literal["any", "negative", "away"]
 JudgedPolicy = Literal["auto", "current"]
 GroupPolicy = Literal["keep", "exclude", "drop"]
 
-_SPEC = "AGGREGATE:STATISTIC[:LOWER]:UPPER[@CONDITION], for example sequence_max:k2:0.5 or token:tv:0.15@away"
+BUDGETS = {"share": "max_share", "mean": "max_mean"}
+_SPEC = (
+    "AGGREGATE:STATISTIC[:LOWER]:UPPER[:BUDGET][@CONDITION], for example sequence_max:k2:0.5, token:tv:0.15@away, "
+    "token:k2:0.02:mean=0.02 or sequence_mean:k3:0.01:share=0.1"
+)
 
 
 class Criterion(Frozen):
@@ -29,6 +33,9 @@ class Criterion(Frozen):
     any: all
     negative: where A < 0; of a sequence, where its mean advantage over the loss mask is
     away: tokens that the step moves further from π_rollout: A > 0 and π > π_rollout, or A ≤ 0 and π < π_rollout
+
+    max_share, max_mean: a budget. From the second step on the upper bound is raised so far that in the step before it
+    would have rejected at most that share of the units, or no more than for the mean of the rest to reach that value.
     """
 
     statistic: Statistic = "ratio"
@@ -43,6 +50,10 @@ class Criterion(Frozen):
     )
 
     condition: Condition = "any"
+    max_share: float | None = described(None, "of all units, at most so many are rejected", gt=0.0, lt=1.0)
+    max_mean: float | None = described(
+        None, "the largest are rejected until the mean of the rest is no more", gt=0.0, allow_inf_nan=False
+    )
 
     @property
     def name(self) -> str:
@@ -64,6 +75,12 @@ class Criterion(Frozen):
     def conditional(self) -> bool:
         """True where it is judged only in some units, by their advantage."""
         return self.condition != "any"
+
+    @property
+    def budget(self) -> str:
+        """As it is written behind the bounds: share=Q or mean=τ; "" without one."""
+        given = ((name, getattr(self, field)) for name, field in BUDGETS.items())
+        return ":".join(f"{name}={value:.10g}" for name, value in given if value is not None)
 
     @property
     def judges_tokens(self) -> bool:
@@ -126,6 +143,14 @@ class Criterion(Frozen):
                 f"rs criterion {self.name}: a sequence has tokens on both sides of π_rollout, so that away is for "
                 f"aggregate token: choose that, or condition negative."
             )
+        faults = {
+            "is one of share and mean: leave one out": self.max_share is not None and self.max_mean is not None,
+            "raises one bound, and ratio has two: choose k2 or k3": self.in_log_space,
+            "raises the upper bound alone: leave the lower one out": bool(self.lower_bound),
+            "counts all units: leave the condition out": self.conditional,
+        }
+        if self.budget and (fault := next((text for text, there in faults.items() if there), "")):
+            raise ValueError(f"rs criterion {self.name}: a budget ({self.budget}) {fault}.")
         return self.in_order()
 
 
@@ -135,6 +160,7 @@ def parse_criterion(value: Any) -> Any:
         return value
     spec, at, condition = value.partition("@")
     parts = spec.split(":")
+    budgets = [parts.pop().partition("=")[::2] for part in parts[2:] if "=" in part]
     if len(parts) not in (2, 3, 4):
         raise ValueError(f"rs criterion {value!r} cannot be read: write {_SPEC}.")
     fields: dict[str, Any] = {"aggregate": aggregate_name(parts[0]), "statistic": parts[1]}
@@ -145,6 +171,10 @@ def parse_criterion(value: Any) -> Any:
         if condition not in get_args(Condition):
             raise unknown(f"the condition of rs criterion {value!r},", condition, get_args(Condition))
         fields["condition"] = condition
+    for name, limit in budgets:
+        if name not in BUDGETS:
+            raise unknown(f"the budget of rs criterion {value!r},", name, BUDGETS)
+        fields[BUDGETS[name]] = number(limit, f"the {name} of rs criterion {value!r}")
     limits = [number(limit, f"a bound of rs criterion {value!r}") for limit in parts[2:]]
     return fields | dict(zip(("upper_bound", "lower_bound"), reversed(limits), strict=False))
 
@@ -155,12 +185,13 @@ class Rejection(Frozen):
     criteria: tuple[Annotated[Criterion, BeforeValidator(parse_criterion)], ...] = described(
         (),
         f"rejection criteria, ANDed ({_SPEC}); aggregates: {', '.join(get_args(Aggregate))}; statistics: "
-        f"{', '.join(get_args(Statistic))}; conditions: {', '.join(get_args(Condition))}",
+        f"{', '.join(get_args(Statistic))}; conditions: {', '.join(get_args(Condition))}; budgets, which raise the "
+        "upper bound from the second step on: share=Q (at most that share is rejected), mean=τ (of what is kept)",
         flag="--rs-criterion",
         slime="use_rs, rs_level, rs_lower_bound, rs_upper_bound",
         verl="rollout_rs, rollout_rs_threshold",
         source="Liu & Li 2025; arXiv 2512.23075 (sequence_max); KPop 2026 (binary_kl); arXiv 2602.04879 (away); "
-        "DeepSeek-V3.2, arXiv 2512.02556 (negative)",
+        "DeepSeek-V3.2, arXiv 2512.02556 (negative); arXiv 2510.01161 (M2PO: mean)",
     )
     veto_threshold: float | None = described(
         None,

@@ -157,7 +157,7 @@ def _options(leaf: FieldInfo) -> dict[str, Any]:
     default = f" (default: {leaf.default})" if leaf.default not in (None, False, ()) else ""
     options: dict[str, Any] = {"help": f"{shown}{default}".replace("%", "%%")}
     if leaf.path == _CRITERIA:
-        return options | {"action": "append", "metavar": "AGGREGATE:STATISTIC:[LOWER:]UPPER[@CONDITION]"}
+        return options | {"action": "append", "metavar": "AGGREGATE:STATISTIC:[LOWER:]UPPER[:BUDGET][@CONDITION]"}
     if leaf.annotation is bool:
         return options | {"action": "store_true"}
     if int in (leaf.annotation, *get_args(leaf.annotation)):

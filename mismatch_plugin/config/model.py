@@ -119,14 +119,19 @@ class MismatchConfig(Settings):
         """The block that is shown at the start of a run: algorithm, weights, rejection, denominator."""
         tis, lines = self.tis, [f"algorithm {self.algorithm}: {ALGORITHM_NAMES[self.algorithm]}"]
         if self.weighted:
-            bounds = f"[{tis.lower:g}, {tis.upper:g}]" if tis.mode != "truncate" else f"at most {tis.upper:g}"
+            pairs = [(tis.lower, tis.upper), *([tis.positive] if tis.differs_by_sign else [])]
+            said = [f"[{low:g}, {high:g}]" if tis.mode != "truncate" else f"at most {high:g}" for low, high in pairs]
+            bounds = ", where A ≥ 0 ".join(said) if tis.mode != "gamma" else "by the sign of A"
             bounds += f" to the power n^{tis.bound_growth:g}, n = tokens of the product" if tis.bound_growth else ""
             scope = f", normalised over {tis.batch_normalize_scope}" if tis.batch_normalize else ""
             tried = " (dry run: computed, not applied)" if self.dry_run else ""
             lines.append(f"weights: {tis.level} level, {tis.mode}, {bounds}{scope}{tried}")
         else:
             lines.append("weights: none")
-        rejections = [f"{c.name} in [{c.lower_bound or 0:g}, {c.upper_bound:g}]" for c in self.criteria]
+        rejections = [
+            f"{c.name} in [{c.lower_bound or 0:g}, {c.upper_bound:g}]" + f" (budget: {c.budget})" * bool(c.budget)
+            for c in self.criteria
+        ]
         if self.rs.veto_threshold is not None:
             rejections.append(f"veto below {self.rs.veto_threshold:g}")
         if self.rejects_on_current_policy:
@@ -142,8 +147,8 @@ class MismatchConfig(Settings):
             fewer = f", groups of fewer than {self.rs.min_group} have no gradient" if self.rs.group == "drop" else ""
             lines.append(f"advantages: of a group's accepted responses only{fewer}")
         if self.algorithm != 3:
-            clip = f", ratio in [{1 - self.ppo.eps_clip_low:g}, {1 + self.ppo.eps_clip_high:g}]"
-            lines.append(f"objective: {self.objective}{clip if self.objective != 'reinforce' else ''}")
+            clip = f", ratio in [{self.ratio_bounds[0]:g}, {self.ratio_bounds[1]:g}]" if self.ratio_bounds else ""
+            lines.append(f"objective: {self.objective}{clip}")
         lines.append(f"loss: {self.aggregation}, denominator {self.denominator}")
         if self.terms.rollout_kl_coef:
             kind, on = self.terms.rollout_kl_type, self.terms.rollout_kl_on

@@ -161,6 +161,12 @@ def _opsm(given: Parameters) -> Settings:
     return {"rs": {"criteria": criteria, "policy": "current"}, "denominator": "original"}
 
 
+def _second_moment(given: Parameters) -> Settings:
+    """M2PO's bound on the mean of l², which is twice k2."""
+    half = number(given["second_moment"], "second_moment") / 2.0
+    return {"rs": {"criteria": ({"statistic": "k2", "upper_bound": half, "max_mean": half},)}}
+
+
 def _growing(given: Parameters) -> Settings:
     return {"tis": {"bound_growth": number(given["bound_growth"], "bound_growth")}}
 
@@ -169,6 +175,23 @@ def _original(_: Parameters) -> Settings:
     return {"denominator": "original"}
 
 
+def _objective(name: str) -> Callable[[Parameters], Settings]:
+    """An objective as its paper has it: every response counts the same."""
+    return lambda _: {"objective": name, "aggregation": "seq-mean-token-mean"}
+
+
+def _of_sequences(**tis: Any) -> Callable[[Parameters], Settings]:
+    """Weights of whole responses."""
+    return lambda _: {"tis": {"level": "sequence", **tis}}
+
+
+_ONE = {
+    "mode": "clip",
+    "lower_bound": 0.0,
+    "upper_bound": 1.0,
+    "lower_bound_positive": 1.0,
+    "upper_bound_positive": 1.0,
+}
 _TOKEN, _SEQUENCE = partial(_weights, "token"), partial(_weights, "sequence")
 _RATIO, _GEO = partial(_reject, "sequence_sum", "ratio"), partial(_reject, "sequence_mean", "ratio")
 _K3 = partial(_one_bound, partial(_reject, "sequence_mean", "k3"))
@@ -279,6 +302,21 @@ PRESETS = (
         "decoupled PPO, weights of the product up to each token, truncated above at 5^√t",
         "an advantage for each token and KL × length to 0.5: less bias than token_is; exact up to the bound for "
         "A_t = Q(s_t, a_t) or Q − V, while π_θ is π_old"),
+    Preset("sapo", 0, (_objective("sapo"),), {},
+        "PPO with a smooth gate in place of the clip: far ratios lose their gradient bit by bit (SAPO)",
+        "several steps a rollout; with use_rollout_log_probs the gate sees the mismatch too, with use_tis weights do"),
+    Preset("gmpo", 0, (_objective("gmpo"),), {},
+        "PPO on the geometric mean of a response's clipped ratios (GMPO)",
+        "as sapo, where single tokens of far ratios should not carry the step"),
+    Preset("m2po", 0, (_second_moment,), {"second_moment": 0.04},
+        "the tokens of the largest l² rejected until the mean of the rest is at most 0.04 (M2PO)",
+        "stale data: rejects where and as much as the second moment needs, by the step before; the first by l² alone"),
+    Preset("topr", 3, (_of_sequences(**_ONE),), {},
+        "REINFORCE, weight 1 where A ≥ 0, else the sequence's ratio truncated above at 1 (TOPR)",
+        "old or far data: good responses are learned at full weight, bad ones only while the policy would sample them"),
+    Preset("vespo", 3, (_of_sequences(mode="gamma"),), {},
+        "REINFORCE, sequence weights that fall off smoothly on both sides of 1, by the sign of A (VESPO)",
+        "as pg_is, without a bound to choose; responses short enough that their product of ratios stays near 1"),
 )
 # fmt: on
 """All presets, in the order of the pages; the table of the command line and of docs/presets.md is generated from it."""

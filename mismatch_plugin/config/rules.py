@@ -42,7 +42,8 @@ def without_effect(config: Settings) -> Iterable[tuple[str, str]]:
 
     `<path>` in the sentence stands for a setting: see `spell`.
     """
-    tis = ("mode", "lower_bound", "upper_bound", "bound_growth", "batch_normalize", "batch_normalize_scope")
+    bounds = ("lower_bound", "upper_bound", "lower_bound_positive", "upper_bound_positive", "bound_growth")
+    tis = ("mode", *bounds, "batch_normalize", "batch_normalize_scope")
     if not config.use_tis:
         for name in ("level", *tis):
             yield f"tis.{name}", "changes no weight without <use_tis>: add <use_tis>, or leave it out."
@@ -50,11 +51,16 @@ def without_effect(config: Settings) -> Iterable[tuple[str, str]]:
         for name in tis:
             yield f"tis.{name}", "changes nothing at <tis.level> none (every weight is 1): leave it out."
     else:
-        if config.tis.mode == "truncate":
+        for name in ("lower_bound", "lower_bound_positive") if config.tis.mode == "truncate" else ():
             yield (
-                "tis.lower_bound",
+                f"tis.{name}",
                 "bounds no weight under <tis.mode> truncate (it only sets a metric's fraction): choose clip or mask, "
                 "or leave it out.",
+            )
+        for name in bounds if config.tis.mode == "gamma" else ():
+            yield (
+                f"tis.{name}",
+                "bounds no weight under <tis.mode> gamma, whose weights are at most 1.25: leave it out.",
             )
         if not config.unit.multiplies:
             yield (
@@ -74,6 +80,15 @@ def without_effect(config: Settings) -> Iterable[tuple[str, str]]:
             yield f"ppo.{name}", f"changes nothing {where} (REINFORCE has no clip): leave it out."
     if config.policy_objective == "cispo":
         yield "ppo.dual_clip", "changes nothing under <objective> cispo, whose ratio has no gradient: leave it out."
+    if config.policy_objective == "gmpo":
+        yield "ppo.dual_clip", "changes nothing under <objective> gmpo, whose bounds are on log-ratios: leave it out."
+    for name in ("eps_clip_low", "eps_clip_high", "dual_clip") if config.policy_objective == "sapo" else ():
+        yield (
+            f"ppo.{name}",
+            "changes nothing under <objective> sapo, which has a gate in place of a clip: leave it out.",
+        )
+    for name in ("tau_positive", "tau_negative") if config.policy_objective != "sapo" else ():
+        yield f"ppo.{name}", "changes nothing without <objective> sapo: choose it, or leave this out."
     if config.aggregation != "seq-mean-token-sum":
         yield "length_norm", "needs <aggregation> seq-mean-token-sum: choose it, or leave the norm out."
     if not config.terms.kl_coef:
@@ -107,6 +122,21 @@ def contradictions(config: Settings) -> Iterable[tuple[str, str]]:
             "<tis.level> none is REINFORCE with rejection only: it needs <use_rollout_log_probs> and <use_tis>: set "
             "both, or choose another level.",
         )
+    if (
+        config.weighted
+        and config.tis.mode == "gamma"
+        and not (config.algorithm == 3 and config.tis.level == "sequence")
+    ):
+        yield (
+            "tis.mode",
+            "<tis.mode> gamma weighs responses by π_θ/π_rollout: it needs <use_rollout_log_probs>, <use_tis> and "
+            "<tis.level> sequence: set them, or choose another mode.",
+        )
+    if config.tis.growth and config.tis.differs_by_sign:
+        yield (
+            "tis.bound_growth",
+            "<tis.bound_growth> grows one pair of bounds: leave it out, or the bounds for A ≥ 0.",
+        )
     if config.rs.group == "drop" and config.rs.min_group is None:
         yield (
             "rs.group",
@@ -119,8 +149,10 @@ def contradictions(config: Settings) -> Iterable[tuple[str, str]]:
         if config.rejects_on_current_policy:
             yield "rs.group", f"{first}, and <rs.policy> current judges π_θ: choose keep, or <rs.policy> auto."
         if config.needs_advantages:
-            names = ", ".join(config.conditional)
-            yield "rs.group", f"{first}, and criterion {names} needs these: choose keep, or another criterion."
+            names = ", ".join(config.advantage_readers)
+            yield "rs.group", f"{first}, and {names} needs these: choose keep, or leave that out."
+        for criterion in config.budgets:
+            yield "rs.group", f"{first}, and the budget of {criterion.name} moves at every step: choose keep."
 
 
 def outside_known_range(config: Settings) -> list[str]:
@@ -140,10 +172,10 @@ def outside_known_range(config: Settings) -> list[str]:
     trusted = any(criterion.condition == "away" for criterion in config.criteria)  # DPPO, whose weights are a token's
     if config.algorithm == 3 and config.weighted and config.unit.per_token and not trusted:
         notes.append("algorithm 3 at token level is biased: the rollout-correction guide has it at sequence level.")
-    if config.policy_objective == "gspo" and config.aggregation != "seq-mean-token-mean":
+    if config.policy_objective in ("gspo", "sapo", "gmpo") and config.aggregation != "seq-mean-token-mean":
         notes.append(
-            f"objective gspo with aggregation {config.aggregation} (where the host does not decide that): the paper's "
-            f"loss is seq-mean-token-mean, in which every response counts the same."
+            f"objective {config.objective} with aggregation {config.aggregation} (where the host does not decide "
+            f"that): the paper's loss is seq-mean-token-mean, in which every response counts the same."
         )
     if config.policy_objective == "gspo" and config.ppo.eps_clip_high > 0.01:
         notes.append(
@@ -182,8 +214,9 @@ def bound_warnings(config: Settings, response_length: object = None) -> list[str
         mean, ess = truncated_product(config, response_length)
         if mean < MIN_MEAN_WEIGHT or ess < MIN_EFFECTIVE_SAMPLE_SIZE:
             bound = f"{tis.upper_bound:g}" + (f"^(n^{tis.bound_growth:g})" if tis.bound_growth else "")
+            bound = "of mode gamma" if tis.mode == "gamma" else f"bounded by {bound}"
             notes.append(
-                f"--tis-level {tis.level} over {response_length} tokens: at KL {USUAL_KL:g} weights bounded by {bound} "
+                f"--tis-level {tis.level} over {response_length} tokens: at KL {USUAL_KL:g} weights {bound} "
                 f"have mean {mean:.2g}, ESS {ess:.1%}. Choose token level."
             )
     return notes
@@ -195,11 +228,19 @@ def truncated_product(config: Settings, length: int, kl: float = USUAL_KL) -> tu
     With independent tokens log ρ is Normal(−s, 2s), s = length · kl, so that E ρ = 1. With Φ its distribution, shifted
     by 2ks: E ρ^k between two bounds is e^(k(k−1)s) · (Φ(log hi) − Φ(log lo)). Truncate and clip add hi^k times the
     share above, clip lo^k times that below. ESS = (E w)² / E w². Prefix level: both moments are means over the tokens.
+    Mode gamma: summed over log ρ, for A ≥ 0.
     """
     tis = config.tis
 
     def moment(k: int, tokens: int) -> float:
         s, growth = min(tokens * kl, 300.0), tokens**tis.bound_growth  # e^600 is finite, and by then no weight is left
+        if tis.mode == "gamma":
+            total = 0.0
+            for z in (step / 50.0 for step in range(-400, 401)):
+                log_ratio = -s + math.sqrt(2.0 * s) * z
+                log_weight = 3.0 + 2.0 * log_ratio - 3.0 * math.exp(min(log_ratio, SAFETY_BOUND))
+                total += math.exp(k * log_weight - z * z / 2.0)
+            return total / (50.0 * math.sqrt(2.0 * math.pi))
         lower = tis.lower if tis.mode != "truncate" else 0.0
         hi = min(math.log(tis.upper) * growth, SAFETY_BOUND)
         lo = max(math.log(lower) * growth, -SAFETY_BOUND) if lower else -SAFETY_BOUND

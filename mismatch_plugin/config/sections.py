@@ -11,7 +11,7 @@ from mismatch_plugin.config.fields import Section, described, spell
 from mismatch_plugin.config.units import LEVELS, UNITS, Level, Unit
 from mismatch_plugin.limits import SAFETY_BOUND, UPPER_BOUNDS
 
-Mode = Literal["truncate", "clip", "mask"]
+Mode = Literal["truncate", "clip", "mask", "gamma"]
 Scope = Literal["auto", "step", "rollout_batch", "micro_batch"]
 KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 RolloutKlType = Literal["k2", "k3"]
@@ -26,10 +26,11 @@ class ImportanceSampling(Section):
     mode: Mode = described(
         "truncate",
         "what happens to an aggregated ratio outside its bounds: truncate = min(ρ, hi), clip = min(max(ρ, lo), hi), "
-        "mask = rejected (weight 0, out of the loss)",
+        "mask = rejected (weight 0, out of the loss), gamma = e^λ ρ^k e^(−λρ), which needs no bounds: (k, λ) is (2, 3) "
+        "where A ≥ 0, else (3, 2)",
         slime="tis_mode",
         verl='rollout_is_threshold ("lo_hi" = mask)',
-        source="Yao et al. 2025 (TIS); Liu & Li 2025 (MIS); arXiv 2510.18855 (IcePop)",
+        source="Yao et al. 2025 (TIS); Liu & Li 2025 (MIS); arXiv 2510.18855 (IcePop); arXiv 2602.10693 (VESPO)",
     )
     level: Level = described(
         "token",
@@ -53,6 +54,20 @@ class ImportanceSampling(Section):
         unit="ratio",
         slime="tis_upper_bound, tis_clip",
         verl="rollout_is_threshold",
+        gt=0.0,
+    )
+    lower_bound_positive: float | None = described(
+        None,
+        "lo where A ≥ 0, of several tokens their sum; absent = as elsewhere",
+        unit="ratio",
+        source="arXiv 2503.14286 (TOPR)",
+        ge=0.0,
+    )
+    upper_bound_positive: float | None = described(
+        None,
+        "hi where A ≥ 0, of several tokens their sum; absent = as elsewhere",
+        unit="ratio",
+        source="arXiv 2503.14286 (TOPR)",
         gt=0.0,
     )
     bound_growth: float = described(
@@ -97,6 +112,18 @@ class ImportanceSampling(Section):
         return min(self.upper_bound, math.exp(SAFETY_BOUND))
 
     @property
+    def differs_by_sign(self) -> bool:
+        """True where bounds are others for A ≥ 0."""
+        return self.lower_bound_positive is not None or self.upper_bound_positive is not None
+
+    @property
+    def positive(self) -> tuple[float, float]:
+        """(lo, hi) where A ≥ 0; hi at most e^20."""
+        lower, upper = self.lower_bound_positive, self.upper_bound_positive
+        upper = self.upper if upper is None else min(upper, math.exp(SAFETY_BOUND))
+        return (min(self.lower, upper) if lower is None else lower), upper
+
+    @property
     def upper_bound_fault(self) -> str:
         """What is wrong with hi as a bound of weights; "" where it is between 1 and 100."""
         lowest, highest = UPPER_BOUNDS
@@ -124,6 +151,13 @@ class ImportanceSampling(Section):
                 f"default, 1/hi = {1.0 / self.upper:g}: give <tis.lower_bound>, or raise the upper one."
             )
             raise ValueError(spell(template, info, "tis.upper_bound"))
+        lower, upper = self.positive
+        if lower > upper or upper < math.exp(-SAFETY_BOUND):
+            template = (
+                f"<tis.lower_bound_positive> to <tis.upper_bound_positive> is {lower:g} to {upper:g}, which holds no "
+                f"ratio from e^-20 on: lower the first, or raise the other."
+            )
+            raise ValueError(spell(template, info, "tis.upper_bound_positive", "tis.lower_bound_positive"))
         if self.bound_growth and not ("upper_bound" in self.model_fields_set and self.lower <= 1.0 <= self.upper):
             template = (
                 f"<tis.bound_growth> {self.bound_growth:g} needs bounds around 1 for a product of one token, such as "
@@ -138,7 +172,8 @@ class PPOClip(Section):
 
     eps_clip_low: float = described(
         0.2,
-        "ε of the lower clip bound 1 − ε; absent: 0.2, under gspo 3e-4, under cispo 1 (no lower bound)",
+        "ε of the lower clip bound 1 − ε; absent: 0.2, under gspo 3e-4, under cispo 1 (no lower bound), under gmpo 0.4 "
+        "(of the log-ratio)",
         slime="eps_clip",
         verl="clip_ratio_low",
         source="Schulman et al. 2017",
@@ -147,7 +182,7 @@ class PPOClip(Section):
     )
     eps_clip_high: float = described(
         0.2,
-        "ε of the upper clip bound 1 + ε; absent: 0.2, under gspo 4e-4",
+        "ε of the upper clip bound 1 + ε; absent: 0.2, under gspo 4e-4, under gmpo 0.4 (of the log-ratio)",
         slime="eps_clip_high",
         verl="clip_ratio_high",
         source="Yu et al. 2025 (DAPO)",
@@ -161,6 +196,17 @@ class PPOClip(Section):
         source="Ye et al. 2020",
         gt=1.0,
     )
+    tau_positive: float = described(
+        1.0,
+        "τ of objective sapo's gate where A > 0: the larger, the sooner a far ratio loses its gradient",
+        verl="tau_pos",
+        source="arXiv 2511.20347",
+        gt=0.0,
+        allow_inf_nan=False,
+    )
+    tau_negative: float = described(
+        1.05, "τ where A ≤ 0", verl="tau_neg", source="arXiv 2511.20347", gt=0.0, allow_inf_nan=False
+    )
 
     @model_validator(mode="after")
     def _within_ratios(self, info: ValidationInfo) -> PPOClip:
@@ -173,9 +219,10 @@ class PPOClip(Section):
         return self
 
 
-Objective = Literal["ppo", "gspo", "cispo", "reinforce"]
-EPS_CLIP: dict[str, tuple[float, float]] = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 0.2)}
-"""(low, high) ε of the objectives that have their own: arXiv 2507.18071, 5.1; arXiv 2506.13585 (no lower bound)."""
+Objective = Literal["ppo", "gspo", "cispo", "sapo", "gmpo", "reinforce"]
+EPS_CLIP: dict[str, tuple[float, float]] = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 0.2), "gmpo": (0.4, 0.4)}
+"""(low, high) ε of the objectives that have their own: arXiv 2507.18071, 5.1; arXiv 2506.13585 (no lower bound);
+arXiv 2507.20673."""
 
 
 class Terms(Section):

@@ -5,6 +5,7 @@ The argparse group (`flags.py`) and the table of docs/settings.md are generated 
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,6 +15,7 @@ from mismatch_plugin.config.criteria import Criterion, Rejection
 from mismatch_plugin.config.fields import Section, described
 from mismatch_plugin.config.sections import EPS_CLIP, ImportanceSampling, Objective, PPOClip, Terms
 from mismatch_plugin.config.units import Unit
+from mismatch_plugin.limits import SAFETY_BOUND
 
 Denominator = Literal["auto", "accepted", "original"]
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
@@ -47,10 +49,12 @@ class Settings(Section):
     objective: Objective = described(
         "ppo",
         "what becomes of π_θ, anchor and advantage in algorithms 0, 1, 2: ppo; gspo = the clip on the sequence's "
-        "geometric mean; cispo = −sg(clip(r))·A·log π_θ; reinforce = −A·log π_θ. Algorithm 3 is reinforce",
+        "geometric mean; cispo = −sg(clip(r))·A·log π_θ; sapo = a smooth gate for the clip; gmpo = the geometric mean "
+        "of clipped ratios; reinforce = −A·log π_θ. Algorithm 3 is reinforce",
         slime="advantage_estimator",
         verl="loss_mode",
-        source="Schulman et al. 2017; arXiv 2507.18071 (GSPO); arXiv 2506.13585 (CISPO); Williams 1992",
+        source="Schulman et al. 2017; arXiv 2507.18071 (GSPO); arXiv 2506.13585 (CISPO); arXiv 2511.20347 (SAPO); "
+        "arXiv 2507.20673 (GMPO); Williams 1992",
     )
     tis: ImportanceSampling = Field(default_factory=ImportanceSampling)
     rs: Rejection = Field(default_factory=Rejection)
@@ -154,6 +158,14 @@ class Settings(Section):
         return "reinforce" if self.algorithm == 3 else self.objective
 
     @property
+    def ratio_bounds(self) -> tuple[float, float] | None:
+        """Between which ratios the objective clips; None where it has no clip."""
+        low, high = self.ppo.eps_clip_low, self.ppo.eps_clip_high
+        if self.policy_objective in ("reinforce", "sapo"):
+            return None
+        return (math.exp(-low), math.exp(min(high, SAFETY_BOUND))) if self.objective == "gmpo" else (1 - low, 1 + high)
+
+    @property
     def unit(self) -> Unit:
         """What shares one weight."""
         return self.tis.unit
@@ -197,13 +209,25 @@ class Settings(Section):
 
     @property
     def needs_advantages(self) -> bool:
-        """True where a criterion holds only under a condition on the advantage."""
-        return bool(self.conditional)
+        """True where the advantage decides on a weight or on what is rejected."""
+        return bool(self.advantage_readers)
 
     @property
-    def conditional(self) -> tuple[str, ...]:
-        """The names of such criteria."""
-        return tuple(criterion.name for criterion in self.rs.criteria if criterion.conditional)
+    def budgets(self) -> tuple[Criterion, ...]:
+        """The criteria with a budget, whose bound hangs on the step before."""
+        return tuple(criterion for criterion in self.criteria if criterion.budget)
+
+    @property
+    def weighs_by_sign(self) -> bool:
+        """True where a weight hangs on the sign of the advantage."""
+        return self.weighted and (self.tis.mode == "gamma" or self.tis.differs_by_sign)
+
+    @property
+    def advantage_readers(self) -> tuple[str, ...]:
+        """What reads the advantage: criteria with a condition on it, and weights by its sign."""
+        weights = "tis.mode gamma" if self.tis.mode == "gamma" else "bounds for A ≥ 0"
+        named = (f"criterion {criterion.name}" for criterion in self.rs.criteria if criterion.conditional)
+        return (*((weights,) if self.weighs_by_sign else ()), *named)
 
     @property
     def compares(self) -> bool:

@@ -99,17 +99,20 @@ def correct(
     groups: SequenceGroups | None = None,
     batch_factor: Tensor | float | None = None,
     log_probs: Tensor | None = None,
+    thresholds: Mapping[str, Tensor] | None = None,
 ) -> Correction:
     """Importance weights, accepted tokens and statistics of a batch.
 
     The training side is `packed.old_log_probs`. l_t = log π_train − log π_rollout on the loss mask and 0 elsewhere;
-    then level, mode, batch normalisation, criteria and veto. A criterion with a condition reads `packed.advantages`;
+    then level, mode, batch normalisation, criteria and veto. What hangs on the advantage reads `packed.advantages`;
     `rs.max_staleness` reads `packed.weight_versions` and `packed.trainer_version`, and no log-prob.
 
     groups: context-parallel reductions; None means whole sequences here.
     batch_factor: mean weight of the whole step where this batch is only a part of it (`Statistics.batch_factor`);
         None takes the mean over this batch. Unused without batch normalisation.
     log_probs: log π_θ, [T] or as `PackedSequences.flatten` takes it; read under `rs.policy` current alone.
+    thresholds: `Statistics.thresholds` of the whole step before, for criteria with a budget; None in the first step,
+        whose bounds are those given.
     Collectives: one SUM of [K, N] (at turn level with the sums of every turn, at prefix level of every chunk), at
         prefix level a second one of [K', N], and one MAX where a sequence_max criterion is set; none without groups.
     Host syncs: none. Gradient: none.
@@ -121,7 +124,7 @@ def correct(
     validate_config_type(config)
     _raise_invalid(packed, config, stopping_kinds(config))
     current = None if log_probs is None else packed.flatten(log_probs, "log_probs")
-    return compute_correction(training_side(packed), packed, config, groups, batch_factor, current)
+    return compute_correction(training_side(packed), packed, config, groups, batch_factor, current, thresholds)
 
 
 def training_side(packed: PackedSequences) -> Tensor:
@@ -151,6 +154,7 @@ def compute_correction(
     groups: SequenceGroups | None,
     batch_factor: Tensor | float | None,
     current_T: Tensor | None = None,
+    thresholds: Mapping[str, Tensor] | None = None,
     further: Further = nothing_further,
 ) -> Correction:
     """`correct` with the training side handed in (`policy_loss` passes π_old or π_θ), and log π_θ."""
@@ -159,7 +163,8 @@ def compute_correction(
         validate_cut(packed, config, groups.cp_size)
     excludes_invalid = config.metrics != "off" and packed.rollout_log_probs is not None and config.excludes_invalid
     tokens = select_tokens(train_T, packed, excludes_invalid)
-    judged, stale_T = rejection_inputs(config, packed, tokens, current_T), stale_tokens(config, packed)
+    judged = rejection_inputs(config, packed, tokens, current_T, thresholds)
+    stale_T = stale_tokens(config, packed)
     state = CorrectionState(config, packed, tokens, judged, train_T)
 
     # Decisions and weights that need one token only.
@@ -275,10 +280,9 @@ def validate_fields(packed: PackedSequences, config: MismatchConfig) -> None:
             f"the rollout engine returned (SGLang: return_logprob)."
         )
     if config.needs_advantages and packed.advantages is None:
-        conditional = ", ".join(config.conditional)
         raise ValueError(
-            f"advantages is missing: rs criterion {conditional} is judged where its condition on the advantage holds: "
-            f"pass one advantage a token (or a sequence, in from_lists), or take the condition off."
+            f"advantages is missing: {', '.join(config.advantage_readers)} hangs on it: pass one advantage a token (or "
+            f"a sequence, in from_lists), or leave that out."
         )
     validate_versions(config, packed)
     # Under bypass the training side is π_θ, and π_old, against which the data were checked, enters nothing: it makes no

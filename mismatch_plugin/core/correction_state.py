@@ -15,7 +15,7 @@ from mismatch_plugin.core.segments import Column, bounded_exp, spread
 from mismatch_plugin.core.tokens import Tokens
 from mismatch_plugin.core.units import LARGEST, acting_bounds, unit_log_ratio, unit_tokens
 from mismatch_plugin.core.validity import Locator, find_invalid
-from mismatch_plugin.core.weights import batch_factor, bound_weight
+from mismatch_plugin.core.weights import batch_factor, bound_weight, gamma_weight
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
@@ -90,6 +90,8 @@ class CorrectionState:
         yield Column("tokens", self.tokens.mask)
         if self.unit.one_ratio_per_token:
             return
+        if self.config.weighs_by_sign and self.judged.advantages is not None:
+            yield Column("advantage", self.judged.advantages)
         if rejected_T is not None:
             yield Column("rejected", rejected_T)
         if masked_T is not None and masked_T is not rejected_T:
@@ -133,16 +135,34 @@ class CorrectionState:
             return self.tokens_N
         return (self.sums_U["tokens"] > 0).double()
 
+    @property
+    def positive_U(self) -> Tensor:
+        """Units of A ≥ 0, of several tokens by their sum, [U] bool; any where padded."""
+        if not self.unit.one_ratio_per_token:
+            return self.sums_U["advantage"] >= 0
+        assert self.judged.advantages is not None  # validate_fields
+        return self.judged.advantages >= 0
+
     def weigh(self) -> None:
         """Bound the units' ratios to weights, where there are weights, and note what mask mode rejects."""
         if not self.config.weighted:
             return
         tis, unit = self.config.tis, self.unit
         padding = self.tokens.padding if unit.one_ratio_per_token else None
-        ratio = None if unit.per_token else self.ratio_U
-        weights, rejected = bound_weight(
-            self.log_ratio_U, tis.mode, tis.lower, tis.upper, padding, ratio, None if unit.per_token else self.scale_U
-        )
+        ratio, scale = (None, None) if unit.per_token else (self.ratio_U, self.scale_U)
+
+        def bounded(lower: float, upper: float) -> tuple[Tensor, Tensor | None]:
+            return bound_weight(self.log_ratio_U, tis.mode, lower, upper, padding, ratio, scale)
+
+        if tis.mode == "gamma":
+            weights, rejected = gamma_weight(self.log_ratio_U, self.ratio_U, self.positive_U), None
+        else:
+            weights, rejected = bounded(tis.lower, tis.upper)
+        if tis.differs_by_sign:
+            of_positive, rejected_positive = bounded(*tis.positive)
+            weights = torch.where(self.positive_U, of_positive, weights)
+            if rejected is not None and rejected_positive is not None:
+                rejected = torch.where(self.positive_U, rejected_positive, rejected)
         self.weights_U = weights.mul_(self.tokens.mask) if unit.one_ratio_per_token else weights
         if rejected is not None:
             self.units_outside["mode"] = rejected

@@ -218,7 +218,7 @@ def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[H
         if rule.metric in values and rule.applies(values, config) and rule.is_wrong(values[rule.metric])
     ]
     largest, bounded = values.get(_BLOWN.metric), config.tis.batch_normalize and config.tis.growth == 0
-    if largest is not None and bounded and _BLOWN.is_wrong(largest / config.tis.upper):
+    if largest is not None and bounded and _BLOWN.is_wrong(largest / max(config.tis.upper, config.tis.positive[1])):
         found.append(_warning(_BLOWN, _BLOWN.metric, largest))
     if config.weighted and (fault := config.tis.upper_bound_fault):
         found.append(HealthWarning(_UPPER.metric, config.tis.upper_bound, fault, _UPPER.advice, _UPPER.about))

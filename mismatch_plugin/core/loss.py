@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,7 +18,7 @@ from mismatch_plugin.core.correction import (
     validate_config_type,
 )
 from mismatch_plugin.core.metrics.state import Statistics
-from mismatch_plugin.core.objectives import OBJECTIVES, Objective, ObjectiveInputs, kl_from_rollout, kl_to_reference
+from mismatch_plugin.core.objectives import OBJECTIVES, ObjectiveInputs, kl_from_rollout, kl_to_reference
 from mismatch_plugin.core.packed import HALF, PackedSequences
 from mismatch_plugin.core.segments import Column, spread
 from mismatch_plugin.core.tokens import Tokens
@@ -128,6 +128,7 @@ def token_loss(
     batch_factor: Tensor | float | None = None,
     weights: Tensor | None = None,
     correction: Correction | None = None,
+    thresholds: Mapping[str, Tensor] | None = None,
 ) -> TokenLoss:
     """The corrected loss per token of the algorithm that the two flags choose; every host's loss is made of it.
 
@@ -135,14 +136,15 @@ def token_loss(
     1: PPO-clip(π_θ/π_rollout)
     2: w · PPO-clip(π_θ/π_old), w from π_old/π_rollout
     3: −sg(w) A log π_θ, w from π_θ/π_rollout
-    With another `objective` (gspo, cispo, reinforce) that takes the place of PPO-clip: see `objectives`.
+    With another `objective` (gspo, cispo, sapo, gmpo, reinforce) that takes the place of PPO-clip: see `objectives`.
     π_old is `packed.old_log_probs`, or log_probs.detach() where that is absent (an exactly on-policy step).
 
     log_probs: log π_θ with gradient, [T], or [B, S] for a batch from `from_padded` (padding gets zero gradient); half
         precision is widened to float32. packed.advantages: [T].
     weights: [T], made elsewhere (verl's driver): they take the place of the correction, and nothing is judged again.
     correction: that of this batch where it is known before (`known_before_loss`), with the batch_factor it was given.
-    groups, batch_factor, collectives, syncs: as `correct`. Gradient: through log_probs and packed.entropy only.
+    groups, batch_factor, thresholds, collectives, syncs: as `correct`. Gradient: through log_probs and packed.entropy
+        only.
     Raises: as `correct`, and ValueError where advantages are missing, or what a term with a coefficient needs.
     """
     validate_batch(packed, config)
@@ -151,7 +153,7 @@ def token_loss(
     if log_probs.dtype in HALF:
         log_probs = log_probs.float()
     old, train = anchors(log_probs, packed, config)
-    objective = OBJECTIVES[config.policy_objective]
+    objective, advantages = OBJECTIVES[config.policy_objective], packed.advantages.detach()
 
     def entering(tokens: Tokens) -> ObjectiveInputs:
         selected = packed.loss_mask
@@ -159,30 +161,36 @@ def token_loss(
             selected = selected.logical_and(train_is_valid(tokens.code))
         # Under bypass the selected rollout log-probs are π_θ itself where a value is invalid: ratio 1.
         anchor = tokens.rollout if config.use_rollout_log_probs else old
-        return ObjectiveInputs(selected, torch.where(selected, log_probs, 0.0), anchor)
+        return ObjectiveInputs(selected, torch.where(selected, log_probs, 0.0), anchor, advantages)
 
     def further(tokens: Tokens) -> Iterator[Column]:
-        return objective.columns(lambda: entering(tokens))
+        if objective.averages:
+            inputs = entering(tokens)
+            yield Column("objective", objective.averaged(inputs, config.ppo))
+            yield Column("objective_tokens", inputs.selected)
 
     if correction is not None:
         correction = correction.divided_by(batch_factor)
     elif weights is None:
         current = log_probs.detach() if config.rejects_on_current_policy else None
-        correction = compute_correction(train, packed, config, groups, batch_factor, current, further)
+        correction = compute_correction(train, packed, config, groups, batch_factor, current, thresholds, further)
     else:
         correction = given_correction(weights, train, packed, config, groups, further)
-    enters = entering(correction.tokens)
-    advantages = torch.where(enters.selected, packed.advantages.detach(), 0.0)
-    log_r = objective.log_ratio(enters, correction.sums_N, packed.sequence_index)
-    losses = objective.loss(enters.log_probs, log_r, advantages, config.ppo)
+    inputs, mean_T = entering(correction.tokens), None
+    selected = inputs.selected
+    if objective.averages:
+        mean_N = correction.sums_N["objective"] / correction.sums_N["objective_tokens"].clamp(min=1)
+        mean_T = torch.where(selected, spread(mean_N.to(log_probs.dtype), packed.sequence_index), 0.0)
+    advantages_T, log_r = torch.where(selected, advantages, 0.0), objective.log_ratio(inputs, mean_T)
+    losses = objective.loss(inputs.log_probs, log_r, mean_T, advantages_T, config.ppo)
     policy = losses * correction.applied.to(losses.dtype)
-    return TokenLoss(policy, enters.selected, enters.log_probs, advantages, log_r, correction, packed, config)
+    return TokenLoss(policy, selected, inputs.log_probs, advantages_T, log_r, correction, packed, config)
 
 
 def known_before_loss(config: MismatchConfig) -> bool:
     """Whether `correct` of a batch with π_old is all that its loss needs: neither π_θ nor sums of the objective's."""
-    sums_nothing = type(OBJECTIVES[config.policy_objective]).columns is Objective.columns
-    return not config.use_rollout_log_probs and not config.rejects_on_current_policy and sums_nothing
+    averages = OBJECTIVES[config.policy_objective].averages
+    return not (config.use_rollout_log_probs or config.rejects_on_current_policy or averages)
 
 
 def anchors(log_probs: Tensor, packed: PackedSequences, config: MismatchConfig) -> tuple[Tensor, Tensor]:
@@ -273,6 +281,7 @@ def policy_loss(
     config: MismatchConfig,
     groups: SequenceGroups | None = None,
     batch_factor: Tensor | float | None = None,
+    thresholds: Mapping[str, Tensor] | None = None,
 ) -> PolicyLoss:
     """`token_loss` summed: the corrected policy loss, its terms, and what each is divided by.
 
@@ -298,7 +307,8 @@ def policy_loss(
             "several, pass those from before the first.",
             stacklevel=2,
         )
-    result = sum_tokens(token_loss(log_probs, packed, config, groups, batch_factor), groups)
+    token = token_loss(log_probs, packed, config, groups, batch_factor, thresholds=thresholds)
+    result = sum_tokens(token, groups)
     if batch_factor is None and config.normalizes_step:
         return replace(result, statistics=replace(result.statistics, own_means=1))
     return result

@@ -2,19 +2,20 @@
 
 References: Williams 1992 (REINFORCE); Schulman et al. 2017 (PPO-clip); Ye et al. 2020 (dual clip); Hilton et al. 2021,
 "Batch size-invariance for policy optimization" (decoupled PPO); Zheng et al. 2025, arXiv 2507.18071 (GSPO); MiniMax
-2025, arXiv 2506.13585 (CISPO); Schulman 2020 (k1, k2, k3).
+2025, arXiv 2506.13585 (CISPO); Gao et al. 2025, arXiv 2511.20347 (SAPO); Zhao et al. 2025, arXiv 2507.20673 (GMPO);
+Schulman 2020 (k1, k2, k3).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mismatch_plugin.core.segments import Column, bounded_exp, spread
+from mismatch_plugin.core.segments import bounded_exp
 from mismatch_plugin.limits import SAFETY_BOUND
 
 if TYPE_CHECKING:
@@ -25,11 +26,13 @@ LOW_VARIANCE_BOUND = 10.0
 
 class ObjectiveInputs(NamedTuple):
     """What an objective sees, [T]. selected: bool, the tokens that enter. log_probs: log π_θ, 0 elsewhere, with
-    gradient. anchor, detached: log π_old, or in algorithm 1 log π_rollout (where that is invalid log π_θ: ratio 1)."""
+    gradient. anchor, detached: log π_old, or in algorithm 1 log π_rollout (where that is invalid log π_θ: ratio 1).
+    advantages, detached: anything where nothing enters."""
 
     selected: Tensor
     log_probs: Tensor
     anchor: Tensor
+    advantages: Tensor
 
     def log_ratio(self) -> Tensor:
         """log π_θ − log π_anchor, unclamped, 0 where nothing enters, with gradient."""
@@ -37,20 +40,27 @@ class ObjectiveInputs(NamedTuple):
 
 
 class Objective:
-    """REINFORCE: −A log π_θ. It has no ratio and no clip; the others have both.
+    """REINFORCE: −A log π_θ. It has no ratio and no clip; the others have a ratio.
 
     Everything is [T]; the gradient passes through log_probs only; no host sync. Masking is the caller's.
+    averages: whether it needs the mean of `averaged` over the sequence's tokens that enter, whatever rejection leaves
+        of them and whatever rank has them; its sum travels in the correction's SUM. mean_T is that mean, 0 where
+        nothing enters; None where it needs none.
     """
 
-    def columns(self, enter: Callable[[], ObjectiveInputs]) -> Iterator[Column]:
-        """What must be summed over whole sequences first; it travels in the correction's SUM."""
-        yield from ()
+    averages: ClassVar[bool] = False
 
-    def log_ratio(self, entering: ObjectiveInputs, sums_N: Mapping[str, Tensor], index_T: Tensor) -> Tensor | None:
-        """log r, unclamped, with gradient. sums_N: the reduced sums of `columns`. index_T: each token's sequence."""
+    def averaged(self, inputs: ObjectiveInputs, clip: PPOClip) -> Tensor:
+        """What is averaged; 0 where nothing enters."""
+        raise NotImplementedError
+
+    def log_ratio(self, inputs: ObjectiveInputs, mean_T: Tensor | None) -> Tensor | None:
+        """log r, unclamped, with gradient; None without a ratio."""
         return None
 
-    def loss(self, log_probs: Tensor, log_r: Tensor | None, advantages: Tensor, clip: PPOClip) -> Tensor:
+    def loss(
+        self, log_probs: Tensor, log_r: Tensor | None, mean_T: Tensor | None, advantages: Tensor, clip: PPOClip
+    ) -> Tensor:
         """The loss of every token, before weight and rejection."""
         return -advantages * log_probs
 
@@ -65,10 +75,12 @@ class PPO(Objective):
     With a dual-clip constant c, where A < 0 the loss is at most −c A. No gradient where the clamp or a clip is active.
     """
 
-    def log_ratio(self, entering: ObjectiveInputs, sums_N: Mapping[str, Tensor], index_T: Tensor) -> Tensor | None:
-        return entering.log_ratio()
+    def log_ratio(self, inputs: ObjectiveInputs, mean_T: Tensor | None) -> Tensor | None:
+        return inputs.log_ratio()
 
-    def loss(self, log_probs: Tensor, log_r: Tensor | None, advantages: Tensor, clip: PPOClip) -> Tensor:
+    def loss(
+        self, log_probs: Tensor, log_r: Tensor | None, mean_T: Tensor | None, advantages: Tensor, clip: PPOClip
+    ) -> Tensor:
         assert log_r is not None
         r = log_r.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
         clipped = r.clamp(1.0 - clip.eps_clip_low, 1.0 + clip.eps_clip_high)
@@ -87,27 +99,26 @@ class PPO(Objective):
 class GSPO(PPO):
     """PPO with s_t = exp(sg(mean l) + log π_θ,t − sg(log π_θ,t)) for r, l = log π_θ − log π_anchor.
 
-    The mean runs over the sequence's tokens that enter, whatever rejection leaves of them and whatever rank has them;
-    one whose anchor is invalid counts with l = 0. Each token carries its own gradient, so weights and advantages may
-    differ inside a sequence (the paper's GSPO-token); where they do not, their sum has the gradient of exp(mean l).
+    A token whose anchor is invalid counts with l = 0. Each token carries its own gradient, so weights and advantages
+    may differ inside a sequence (the paper's GSPO-token); where they do not, their sum has the gradient of exp(mean l).
     """
 
-    def columns(self, enter: Callable[[], ObjectiveInputs]) -> Iterator[Column]:
-        entering = enter()
-        yield Column("objective_log_r", entering.log_ratio())
-        yield Column("objective_tokens", entering.selected)
+    averages = True
 
-    def log_ratio(self, entering: ObjectiveInputs, sums_N: Mapping[str, Tensor], index_T: Tensor) -> Tensor | None:
-        mean_N = sums_N["objective_log_r"] / sums_N["objective_tokens"].clamp(min=1)
-        log_probs = entering.log_probs
-        mean_T = torch.where(entering.selected, spread(mean_N.to(log_probs.dtype), index_T), 0.0)
-        return mean_T + (log_probs - log_probs.detach())
+    def averaged(self, inputs: ObjectiveInputs, clip: PPOClip) -> Tensor:
+        return inputs.log_ratio()
+
+    def log_ratio(self, inputs: ObjectiveInputs, mean_T: Tensor | None) -> Tensor | None:
+        assert mean_T is not None
+        return mean_T + (inputs.log_probs - inputs.log_probs.detach())
 
 
 class CISPO(PPO):
     """−sg(clip(r, 1 − ε_low, 1 + ε_high)) A log π_θ, r as in PPO: what is clipped keeps its gradient."""
 
-    def loss(self, log_probs: Tensor, log_r: Tensor | None, advantages: Tensor, clip: PPOClip) -> Tensor:
+    def loss(
+        self, log_probs: Tensor, log_r: Tensor | None, mean_T: Tensor | None, advantages: Tensor, clip: PPOClip
+    ) -> Tensor:
         assert log_r is not None
         r = bounded_exp(log_r.detach()).clamp_(1.0 - clip.eps_clip_low, 1.0 + clip.eps_clip_high)
         return -(r * advantages) * log_probs
@@ -117,7 +128,63 @@ class CISPO(PPO):
         yield "clip_low", r < 1.0 - clip.eps_clip_low
 
 
-OBJECTIVES: dict[str, Objective] = {"ppo": PPO(), "gspo": GSPO(), "cispo": CISPO(), "reinforce": Objective()}
+class SAPO(PPO):
+    """−(4/τ) σ(τ (r − 1)) A, r as in PPO: a smooth gate in the place of the clip, whose slope at r = 1 is 1.
+
+    τ is `tau_positive` where A > 0, else `tau_negative`: the larger, the sooner a far ratio loses its gradient.
+    """
+
+    def loss(
+        self, log_probs: Tensor, log_r: Tensor | None, mean_T: Tensor | None, advantages: Tensor, clip: PPOClip
+    ) -> Tensor:
+        assert log_r is not None
+        r = log_r.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
+        gates = [(4.0 / tau) * torch.sigmoid(tau * (r - 1.0)) for tau in (clip.tau_positive, clip.tau_negative)]
+        return -advantages * torch.where(advantages > 0, *gates)
+
+    def clipped(self, r: Tensor, advantages: Tensor, clip: PPOClip) -> Iterator[tuple[str, Tensor]]:
+        """The gate clips nothing: 0 on either side."""
+        yield "clip_high", torch.zeros_like(r, dtype=torch.bool)
+        yield "clip_low", torch.zeros_like(r, dtype=torch.bool)
+
+
+class GMPO(PPO):
+    """−exp(mean c) A, c = min(l, ε_high) where A > 0, else max(l, −ε_low), l = log π_θ − log π_anchor.
+
+    The geometric mean of ratios that are clipped one by one, on the side of A's sign. Each token carries its own
+    gradient, as in GSPO: none where it is clipped. ε is that of the log-ratio.
+    """
+
+    averages = True
+
+    @staticmethod
+    def _clip(log_r: Tensor, advantages: Tensor, clip: PPOClip) -> Tensor:
+        return torch.where(advantages > 0, log_r.clamp(max=clip.eps_clip_high), log_r.clamp(min=-clip.eps_clip_low))
+
+    def averaged(self, inputs: ObjectiveInputs, clip: PPOClip) -> Tensor:
+        return self._clip(inputs.log_ratio(), inputs.advantages, clip)
+
+    def loss(
+        self, log_probs: Tensor, log_r: Tensor | None, mean_T: Tensor | None, advantages: Tensor, clip: PPOClip
+    ) -> Tensor:
+        assert log_r is not None and mean_T is not None
+        own = self._clip(log_r, advantages, clip)
+        return -advantages * (mean_T + (own - own.detach())).clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
+
+    def clipped(self, r: Tensor, advantages: Tensor, clip: PPOClip) -> Iterator[tuple[str, Tensor]]:
+        log_r = r.log()
+        yield "clip_high", (log_r > clip.eps_clip_high).logical_and_(advantages > 0)
+        yield "clip_low", (log_r < -clip.eps_clip_low).logical_and_(advantages < 0)
+
+
+OBJECTIVES: dict[str, Objective] = {
+    "ppo": PPO(),
+    "gspo": GSPO(),
+    "cispo": CISPO(),
+    "sapo": SAPO(),
+    "gmpo": GMPO(),
+    "reinforce": Objective(),
+}
 
 
 def kl_to_reference(log_probs_T: Tensor, ref_T: Tensor, kind: str, bound: float = SAFETY_BOUND) -> Tensor:

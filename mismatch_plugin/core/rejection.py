@@ -2,13 +2,13 @@
 
 References: Schulman 2020, "Approximating KL divergence" (k1, k2, k3); arXiv 2602.04879 (tv, binary_kl); KPop 2026
 (binary_kl in both directions); arXiv 2512.23075 (maximum over the sequence); arXiv 2602.04879 (away);
-DeepSeek-V3.2, arXiv 2512.02556 (negative).
+DeepSeek-V3.2, arXiv 2512.02556 (negative); arXiv 2510.01161 (M2PO: a budget on the mean).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -82,13 +82,15 @@ moves π further from π_rollout: up where A > 0 and l > 0, down where A ≤ 0 a
 class RejectionInputs:
     """What criteria and the veto judge. [T] without gradient.
 
-    tokens: the log-probs of their policy. advantages: 0 at padding; None where no condition needs them.
+    tokens: the log-probs of their policy. advantages: 0 at padding; None where nothing reads them.
     separate_policy: theirs is π_θ while weights and metrics are those of π_old, so no sum can be shared.
+    thresholds: criterion → the upper bound that its budget gives (`Statistics.thresholds`), 0-d.
     """
 
     tokens: Tokens
     advantages: Tensor | None
     separate_policy: bool
+    thresholds: Mapping[str, Tensor]
 
     def values(self, criterion: Criterion) -> Tensor:
         """What the criterion measures at each token."""
@@ -103,7 +105,10 @@ class RejectionInputs:
 
     def outside(self, criterion: Criterion) -> Tensor:
         """[T] bool: response tokens that a token criterion judges and rejects."""
-        outside = outside_bounds(self.values(criterion), *criterion.log_bounds, padding=self.tokens.padding)
+        values = self.values(criterion)
+        if criterion.name in self.thresholds:  # which is above 0, where padding is
+            return values > self.thresholds[criterion.name]
+        outside = outside_bounds(values, *criterion.log_bounds, padding=self.tokens.padding)
         return _where_judged(criterion, outside, self.advantages, self.tokens.log_ratio)
 
 
@@ -116,7 +121,11 @@ def _where_judged(criterion: Criterion, outside: Tensor, advantages: Tensor | No
 
 
 def rejection_inputs(
-    config: MismatchConfig, packed: PackedSequences, tokens: Tokens, current_T: Tensor | None
+    config: MismatchConfig,
+    packed: PackedSequences,
+    tokens: Tokens,
+    current_T: Tensor | None,
+    thresholds: Mapping[str, Tensor] | None = None,
 ) -> RejectionInputs:
     """What this batch's criteria judge. current_T: [T] log π_θ, read where `config.rejects_on_current_policy`.
 
@@ -127,13 +136,13 @@ def rejection_inputs(
         assert packed.advantages is not None  # validate_fields
         advantages = packed.advantages.masked_fill(tokens.padding, 0.0)
     if not config.rejects_on_current_policy:
-        return RejectionInputs(tokens, advantages, separate_policy=False)
+        return RejectionInputs(tokens, advantages, False, thresholds or {})
     if current_T is None:
         raise ValueError(
             "log_probs is missing: under rs.policy current criteria and veto judge log π_θ: pass it to correct, or "
             "choose rs.policy auto, which judges old_log_probs."
         )
-    return RejectionInputs(select_again(tokens, current_T), advantages, separate_policy=True)
+    return RejectionInputs(select_again(tokens, current_T), advantages, True, thresholds or {})
 
 
 def stale_tokens(config: MismatchConfig, packed: PackedSequences) -> Tensor | None:
@@ -181,7 +190,8 @@ def rejection_columns(config: MismatchConfig, judged: RejectionInputs, has_k3: b
     for name, criterion in {judged.column(c): c for c in of_sequences if c.unit.aggregate != "max"}.items():
         if name not in there:
             yield Column(name, judged.values(criterion))
-    if judged.advantages is not None and any(c.conditional for c in of_sequences):
+    by_sign = config.weighs_by_sign and not config.unit.one_ratio_per_token
+    if judged.advantages is not None and (by_sign or any(c.conditional for c in of_sequences)):
         yield Column("advantage", judged.advantages)
     if config.rs.veto_threshold is not None:
         yield Column("catastrophic", tokens.log_ratio < math.log(config.rs.veto_threshold))
@@ -221,10 +231,47 @@ def reject_sequences(
         else:
             value = (sums_N if criterion.unit.aggregate == "sum" else means_N)[judged.column(criterion)]
         values[criterion.name] = value
-        rejected = outside_bounds(value, *criterion.log_bounds)
+        lower, upper = criterion.log_bounds
+        rejected = outside_bounds(value, lower, judged.thresholds.get(criterion.name, upper))
         outside[criterion.name] = _where_judged(criterion, rejected, sums_N.get("advantage"), value)
     if config.rs.veto_threshold is not None:
         outside["veto"] = sums_N["catastrophic"] > 0
     if "invalid" in sums_N:
         outside["invalid"] = sums_N["invalid"] > 0
     return outside, values
+
+
+BUDGET_BINS = 2048
+BUDGET_SCALE = 1e-8
+BUDGET_LAST = 1e12
+BUDGET_EDGE = math.asinh(BUDGET_LAST / BUDGET_SCALE)
+"""Bins of a statistic x ≥ 0 are equal in asinh(x / 1e-8): 2.3 % of x wide, up to 1e12; the last has what is beyond."""
+
+
+def budget_histogram(values: Tensor, counted: Tensor) -> Tensor:
+    """How many of a criterion's values lie in each bin, [2048] float64. counted: bool, which. Host syncs: none."""
+    place = values.double().div_(BUDGET_SCALE).asinh_().clamp_(0.0, BUDGET_EDGE)
+    return torch.histc(place.masked_fill_(counted.logical_not(), -1.0), BUDGET_BINS, 0.0, BUDGET_EDGE)
+
+
+def budget_threshold(counts: Tensor, criterion: Criterion) -> Tensor:
+    """The upper bound of a criterion with a budget for the step after these counts: 0-d float64, never below its own.
+
+    max_share q: the smallest edge of a bin above which at most q of the units lie.
+    max_mean τ: the largest edge below which their mean is at most τ, each at the upper edge of its bin (M2PO); what
+        is in the lowest bin always stays.
+    counts: [2048] of `budget_histogram`, summed over the whole step, so that the bound is the same for every split.
+    inf where nothing is to be rejected. Host syncs: none.
+    """
+    places = torch.arange(1, BUDGET_BINS + 1, dtype=counts.dtype, device=counts.device)
+    edges = places.mul_(BUDGET_EDGE / BUDGET_BINS).sinh_().mul_(BUDGET_SCALE)
+    below = counts.cumsum(0)
+    open_ended = edges.clone()
+    open_ended[-1] = math.inf
+    if criterion.max_share is not None:
+        fits = below >= (1.0 - criterion.max_share) * below[-1]
+        threshold = open_ended.masked_fill(fits.logical_not(), math.inf).amin()
+    else:
+        fits = (counts * edges).cumsum(0) <= (criterion.max_mean or 0.0) * below
+        threshold = open_ended.masked_fill(fits.logical_or_(below == counts).logical_not(), 0.0).amax()
+    return threshold.clamp(min=criterion.upper_bound)

@@ -163,20 +163,22 @@ class ActingBounds(NamedTuple):
 
 
 def acting_bounds(config: MismatchConfig) -> ActingBounds | None:
-    """The weights' bounds; without weights those of the first ratio criterion, at its level; else a TIS bound that a
-    preset or a person gave, for the metrics alone; None where nothing bounds a ratio.
+    """The weights' bounds; without weights, or where the sign of the advantage decides on these, those of the first
+    ratio criterion, at its level; without weights else a TIS bound that a preset or a person gave, for the metrics
+    alone; None where nothing bounds a ratio.
 
     A criterion counts that bounds π_train's ratio in every unit: not under a condition, nor where π_θ is judged.
     """
     tis = config.tis
     own = ActingBounds(config.unit, tis.lower, tis.upper, tis.growth)
-    if config.weighted:
+    if config.weighted and not config.weighs_by_sign:
         return own
     for criterion in () if config.rejects_on_current_policy else config.criteria:
         if criterion.in_log_space and not criterion.conditional and criterion.unit.aggregate != "max":
             upper = math.inf if criterion.upper_bound is None else criterion.upper_bound
             return ActingBounds(criterion.unit, criterion.lower_bound or 0.0, upper)
-    return own if tis.model_fields_set & {"upper_bound", "lower_bound"} else None
+    given = not config.weighted and tis.model_fields_set & {"upper_bound", "lower_bound"}
+    return own if given else None
 
 
 def center(config: MismatchConfig) -> float:

@@ -2,7 +2,8 @@
 
 References: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (truncate);
 Liu & Li et al. 2025, "When Speed Kills Stability" (mask); arXiv 2510.18855 (mask with denominator `original`, IcePop);
-rollout-correction guide 3.6 (batch normalisation); arXiv 2605.07331 (bounds that grow with the length).
+rollout-correction guide 3.6 (batch normalisation); arXiv 2605.07331 (bounds that grow with the length);
+arXiv 2602.10693 (VESPO, gamma).
 """
 
 from __future__ import annotations
@@ -74,6 +75,20 @@ def bound_weight(
         # The clamp only trims rounding at the bounds themselves: what is outside becomes 0.
         return bounded(lower).masked_fill_(outside, 0.0), outside
     raise ValueError(f"mode {mode!r} is unknown: choose truncate, clip or mask.")
+
+
+GAMMA = ((2.0, 3.0), (3.0, 2.0))
+"""(k, λ) of mode gamma where A ≥ 0, and where A < 0."""
+
+
+def gamma_weight(log_ratio_U: Tensor, ratio_U: Tensor, positive_U: Tensor) -> Tensor:
+    """e^λ ρ^k e^(−λρ), [U]: 1 at ρ = 1, largest at ρ = k/λ (1.21 where A ≥ 0, else 1.24), 0 far away on either side.
+
+    ratio_U: `bounded_exp` of the log-ratio. positive_U: bool, A ≥ 0. Host syncs: none. Gradient: none.
+    """
+    log_ratio_U = log_ratio_U.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    exponents = [k * log_ratio_U + scale * (1.0 - ratio_U) for k, scale in GAMMA]
+    return torch.where(positive_U, *exponents).exp_()
 
 
 def batch_factor(weight_sum: Tensor, units: Tensor) -> Tensor:

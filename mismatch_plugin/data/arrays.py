@@ -99,6 +99,16 @@ def as_mask(value: Any) -> Bools:
     return found.astype(bool, copy=False)
 
 
+def as_experts(value: Any) -> Ints:
+    """[T, layers, k] experts by number, none below 0."""
+    found = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    if found.ndim != 3 or found.dtype.kind not in "iu":
+        raise ValueError(f"has the shape {list(found.shape)} of {found.dtype}: give integers [tokens, layers, k]")
+    if found.size and found.min() < 0:
+        raise ValueError(f"holds {found.min()}: experts are numbered from 0")
+    return found.astype(np.int32, copy=False)
+
+
 def scalar(value: Any) -> Any:
     """The Python value of a tensor or array of one element; else what it is."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:

@@ -21,6 +21,8 @@ from mismatch_plugin.data.arrays import (
     Bools,
     Floats,
     Ids,
+    Ints,
+    as_experts,
     as_floats,
     as_ids,
     as_mask,
@@ -62,6 +64,9 @@ _SPELLINGS = {
     "weight_fingerprint": "weight_fingerprint",
     "trainer_weight_version": "trainer_weight_version",
     "temperature": "temperature",
+    "routed_experts": "rollout_routed_experts routed_experts",
+    "trained_experts": "trained_experts",
+    "cached_tokens": "cached_tokens prefix_cache_info",
     "finish_reason": "finish_reason status",
     "step": "step global_step rollout_id",
 }
@@ -80,7 +85,7 @@ _NEEDED = (
 """(one of these, what it is, what to add)."""
 TRAINER = (
     *("train_log_probs", "trained_ids", "trained_prompt_ids", "trained_mask", "trainer_version"),
-    *("trainer_fingerprint", "trainer_temperature", "entropy"),
+    *("trainer_fingerprint", "trainer_temperature", "entropy", "trained_experts"),
 )
 """Fields of a sample that only a training side tells; `advantages` belong to both."""
 _FINISH = {"completed": "stop", "truncated": "length", "aborted": "abort"}
@@ -307,6 +312,8 @@ class _RowReader:
             "reward": self.get("reward", _reward),
             "finish_reason": _FINISH.get(str(self.get("finish_reason"))),
             "served": served,
+            "cached_tokens": self.get("cached_tokens", _cached),
+            "routed_experts": self._experts("routed_experts", len(prompt) + n - 1),
         }
         if "log_probs" in self.names:
             version, fingerprint = self.get("trainer_weight_version"), self.get("weight_fingerprint")
@@ -318,11 +325,20 @@ class _RowReader:
                 "trainer_version": version if isinstance(version, str) else None,
                 "trainer_fingerprint": fingerprint if isinstance(fingerprint, str) else None,
                 "entropy": one_each("entropy", one_or_many),
+                "trained_experts": self._experts("trained_experts", len(prompt) + n - 1),
             }
         return {name: value for name, value in found.items() if value is not None}
 
     def _ids(self, what: str, value: Any) -> Ids:
         return named(f"{self.place}: {self.names.get(what)}", as_ids, value).copy()
+
+    def _experts(self, what: str, count: int) -> Ints | None:
+        """Where they are of all tokens but the last."""
+        found = self.get(what, as_experts)
+        if found is not None and len(found) != count:
+            self.counts[f"{{count}} samples have {self.names[what]} of another number of tokens: not read"] += 1
+            return None
+        return found
 
     def _responses(self) -> tuple[Ids, Ids, dict[int, slice]]:
         """(prompt ids, response ids, length of a list → its part of the response) where responses have a column."""
@@ -433,6 +449,11 @@ def of_temperature(value: float) -> SamplingParameters:
     if not value >= 0:
         raise ValueError(f"the temperature {value:g} is none: give a number from 0.")
     return SamplingParameters(temperature=value)
+
+
+def _cached(value: Any) -> int:
+    """A number, or slime's prefix_cache_info."""
+    return count(value.get("cached_tokens", 0) if isinstance(value, Mapping) else value)
 
 
 def _ints(value: Any) -> Any:

@@ -25,7 +25,8 @@ FLOATS = (
     *("rollout_log_probs", "behaviour_log_probs", "prompt_log_probs", "train_log_probs", "ref_log_probs"),
     *("advantages", "entropy"),
 )
-NESTED = ("sampling", "weight_versions", "kept_ids", "top_log_probs", "served")
+EXPERTS = ("routed_experts", "trained_experts")
+NESTED = ("sampling", "weight_versions", "kept_ids", "top_log_probs", "served", *EXPERTS)
 """JSON text in Parquet."""
 
 
@@ -94,7 +95,7 @@ def _write_parquet(path: Path, samples: Iterable[Sample]) -> int:
         **dict.fromkeys(FLOATS, pa.float64()),
     }
     single = {
-        **dict.fromkeys(("dp_rank", "step"), pa.int64()),
+        **dict.fromkeys(("dp_rank", "step", "cached_tokens"), pa.int64()),
         "reward": pa.float64(),
         "trainer_temperature": pa.float64(),
     }

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mismatch_plugin.data.arrays import as_floats, as_ids, as_mask, one_or_many, shown
+from mismatch_plugin.data.arrays import as_experts, as_floats, as_ids, as_mask, one_or_many, shown
 from mismatch_plugin.data.columns import (
     NAMES,
     TRAINER,
@@ -22,7 +22,7 @@ from mismatch_plugin.data.columns import (
     read_columns,
     read_rows,
 )
-from mismatch_plugin.data.files import FLOATS, IDS, MASKS, own_fields
+from mismatch_plugin.data.files import EXPERTS, FLOATS, IDS, MASKS, own_fields
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.source import DataProto, Row, Source, each, inner_torch, plain
 
@@ -44,7 +44,7 @@ class Format:
 # Our own files: samples as JSONL or Parquet, and JSONL of the training side's log-probs.
 
 _ARRAYS = {**dict.fromkeys(IDS, as_ids), **dict.fromkeys(MASKS, as_mask), **dict.fromkeys(FLOATS, as_floats)}
-_ARRAYS |= dict.fromkeys(("advantages", "entropy"), one_or_many)
+_ARRAYS |= dict.fromkeys(("advantages", "entropy"), one_or_many) | dict.fromkeys(EXPERTS, as_experts)
 _OWN = {"sampling", "log_probs_of", "weight_versions", "kept_ids", "behaviour_log_probs", "top_log_probs", "served"}
 _OF_TRAINER = {
     "token_ids": "trained_ids",

@@ -34,6 +34,7 @@ Side = Literal["rollout", "training"]
 Ids = Annotated[arrays.Ids, PlainValidator(arrays.as_ids)]
 Floats = Annotated[arrays.Floats, PlainValidator(arrays.as_floats)]
 Bools = Annotated[arrays.Bools, PlainValidator(arrays.as_mask)]
+Experts = Annotated[arrays.Ints, PlainValidator(arrays.as_experts)]
 PerToken = Annotated[arrays.Floats, PlainValidator(arrays.one_or_many)]
 Text = Annotated[str, AfterValidator(encodable)]
 TokenId = Annotated[int, Field(ge=0, lt=2**63)]
@@ -74,6 +75,10 @@ class Sample(BaseModel):
     """Of `prompt_ids`, always at temperature 1; the first is null."""
     top_log_probs: list[list[tuple[float, TokenId]]] | None = None
     """The most likely (log-prob, id) pairs at each response token."""
+    cached_tokens: int | None = Field(default=None, ge=0)
+    """Prompt tokens whose keys and values came out of the server's cache."""
+    routed_experts: Experts | None = None
+    """[prompt + response − 1, layers, k] experts that computed each position (SGLang's routed_experts)."""
     finish_reason: FinishReason | None = None
     text: Text | None = None
     request_id: Text | None = None
@@ -111,6 +116,8 @@ class Sample(BaseModel):
     """Of the weights of that version that it sent to the servers (`sglang.fingerprints`)."""
     trainer_temperature: float | None = Field(default=None, gt=0)
     """What it divided its logits by."""
+    trained_experts: Experts | None = None
+    """As `routed_experts`: those that computed `train_log_probs`, chosen or replayed."""
 
     def __init__(self, **fields: Any) -> None:
         """A list, tensor or array of numbers will do for each array. Raises ValueError naming field and value."""
@@ -143,6 +150,10 @@ class Sample(BaseModel):
             if value is not None and len(value) != count:
                 of, advice = ("prompt_ids", "null for the first") if of_prompt else ("response_ids", "in its order")
                 raise ValueError(f"{name} has {len(value)} entries, {of} {count}: give one for each, {advice}")
+        for name in ("routed_experts", "trained_experts"):
+            value, count = getattr(self, name), len(self.prompt_ids) + n - 1
+            if value is not None and len(value) != count:
+                raise ValueError(f"{name} has {len(value)} entries: give one for each of the first {count} tokens")
         self._check_spans([(f"weight version {span.version!r}", span) for span in self.weight_versions])
         if self.served is not None:
             self._check_spans([(f"served.weights: {span.fingerprint!r}", span) for span in self.served.weights])

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config.criteria import BUDGETS
 from mismatch_plugin.config.fields import leaf_fields, value_and_default
 from mismatch_plugin.config.presets import COMPLETE, find_preset
 from mismatch_plugin.config.values import ignore_mismatch_warnings, merge
@@ -77,7 +78,8 @@ def available(config: MismatchConfig, name: str) -> tuple[MismatchConfig, tuple[
     for field in leaf_fields(MismatchConfig):
         value, default = value_and_default(config, field.path)
         where = next((where for start, where in host.owns.items() if field.path.startswith(start)), None)
-        if value != default and where is not None:
+        differs = value != default or value != field.default  # the host knows no default of an objective's own
+        if differs and where is not None:
             _drop(data, field.path)
             how = f"set it by {where}" if where else "it cannot be had there"
             notes.append(f"{field.path} {value} is {name}'s own: {how}")
@@ -103,11 +105,16 @@ def available(config: MismatchConfig, name: str) -> tuple[MismatchConfig, tuple[
 
 
 def _drop(data: dict[str, Any], path: str) -> None:
-    """Take a setting out, or all that begin with `path`; `rs.criteria@` are the criteria with a condition."""
+    """Take a setting out, or all that begin with `path`; `rs.criteria@` are the criteria with a condition,
+    `rs.criteria:` budgets, whose criteria stay."""
     *parents, name = path.split(".")
     for parent in parents:
         data = data.get(parent, {})
     if name.endswith("@"):
         data["criteria"] = [each for each in data.get("criteria", ()) if each.get("condition", "any") == "any"]
+    if name.endswith(":"):
+        data["criteria"] = [
+            {key: value for key, value in each.items() if key not in BUDGETS.values()} for each in data["criteria"]
+        ]
     for key in [key for key in data if key.startswith(name)]:
         data.pop(key)

@@ -139,7 +139,7 @@ def _of_bounds(packed: PackedSequences, bounds: Bounds) -> Named:
     for algorithm in (0, 1):
         name = f"reject sequence_mean k3 above {rule['upper_bound']:g} (keeps {KEEPS})"
         yield _setting(algorithm, name, {"rs": {"criteria": [rule]}})
-    for objective in ("gspo", "cispo"):
+    for objective in ("gspo", "cispo", "sapo", "gmpo"):
         yield _setting(1, f"objective {objective}", {"objective": objective})
 
 
@@ -163,12 +163,17 @@ def _lacks_versions(config: MismatchConfig, packed: PackedSequences) -> bool:
 
 
 def measurable(config: MismatchConfig, packed: PackedSequences) -> MismatchConfig:
-    """The settings without the criteria that need advantages, and the limit that needs versions, that are not there."""
+    """The settings without what needs advantages (conditions, weights by their sign), and the limit that needs
+    versions, that are not there."""
     rs: dict[str, Any] = {"max_staleness": None} if _lacks_versions(config, packed) else {}
+    tis: dict[str, Any] = {}
     if config.needs_advantages and packed.advantages is None:
         criteria = [each for each in config.rs.criteria if not each.conditional]
         rs["criteria"] = [each.model_dump(exclude_unset=True) for each in criteria]
-    return config_of(merge(config.model_dump(exclude_unset=True), {"rs": rs})) if rs else config
+        if config.weighs_by_sign:
+            tis = {"lower_bound_positive": None, "upper_bound_positive": None}
+            tis |= {"mode": "truncate"} if config.tis.mode == "gamma" else {}
+    return config_of(merge(config.model_dump(exclude_unset=True), {"rs": rs, "tis": tis})) if rs else config
 
 
 def left_out(packed: PackedSequences, own: MismatchConfig | None, grouped: bool) -> tuple[str, ...]:

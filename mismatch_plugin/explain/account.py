@@ -190,7 +190,7 @@ def _rules(config: MismatchConfig) -> Iterator[tuple[str, MismatchConfig]]:
     """(name, the settings with this rule alone) of everything that may reject a token."""
     tis, rs = config.tis, config.rs
     if config.weighted and tis.mode == "mask":
-        mode = tis.model_dump(include={"level", "mode", "lower_bound", "upper_bound", "bound_growth"})
+        mode = tis.model_dump(exclude={"batch_normalize", "batch_normalize_scope"})
         yield "mask mode", _only(config, {"use_tis": True, "tis": mode})
     for criterion in config.criteria:
         yield criterion.name, _only(config, {"rs": {"criteria": [criterion.model_dump()], "policy": rs.policy}})

@@ -180,7 +180,7 @@ def rejection_table() -> Table:
 
 # The loss -------------------------------------------------------------------------------------------------------------
 
-_OBJECTIVES = ("ppo", "gspo", "cispo", "reinforce")
+_OBJECTIVES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "reinforce")
 _EPSILON = 0.2
 
 
@@ -202,6 +202,8 @@ def loss_table() -> Table:
         "gspo: the same with the geometric mean of the response's ratios for r (here with the same clip; its own "
         "default is 3e-4 and 4e-4).",
         f"cispo: −clip(r) A log π_θ, clipped above at {1 + _EPSILON:g}: what is clipped keeps its gradient.",
+        "sapo: −(4/τ) σ(τ (r − 1)) A, τ 1 where A > 0, else 1.05: no clip; far ratios lose their gradient smoothly.",
+        "gmpo: −A times the geometric mean of the response's ratios, each clipped at e^±0.4 on the side of A's sign.",
         "reinforce: −A log π_θ. Algorithm 3 is this, with weights of π_θ/π_rollout.",
         f"penalty: terms.rollout_kl_coef {PENALTY:g}, on ½ l² with l = log π_θ − log π_rollout; it is added.",
         "group exclude: GRPO's advantages of the rewards when sequence_mean:ratio:2 rejects B: its reward leaves mean "
@@ -212,7 +214,7 @@ def loss_table() -> Table:
 
 def _objective(name: str) -> dict[str, Any]:
     clip = {"eps_clip_low": 1.0 if name == "cispo" else _EPSILON, "eps_clip_high": _EPSILON}
-    return {"objective": name} | ({} if name == "reinforce" else {"ppo": clip})
+    return {"objective": name} | ({"ppo": clip} if name in ("ppo", "gspo", "cispo") else {})
 
 
 def _gradients(label: str, settings: dict[str, Any], penalty: bool = False) -> Row:

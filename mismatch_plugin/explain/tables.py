@@ -66,6 +66,8 @@ _FORMULAS = {
     "ppo": "−min(r A, clip(r) A)",
     "gspo": "−min(r A, clip(r) A), r of the whole sequence: its geometric mean",
     "cispo": "−clip(r) A log π_θ, clip(r) without gradient",
+    "sapo": "−(4/τ) σ(τ (r − 1)) A",
+    "gmpo": "−A times the geometric mean of the response's clipped r",
     "reinforce": "−A log π_θ",
 }
 
@@ -75,7 +77,10 @@ def _formula(config: MismatchConfig) -> str:
     if config.policy_objective == "reinforce":
         return formula
     anchor = "π_rollout" if config.use_rollout_log_probs else "π_old"
-    between = f"{1 - clip.eps_clip_low:.7g} to {1 + clip.eps_clip_high:.7g}"
+    if config.ratio_bounds is None:
+        taus = f"τ {clip.tau_positive:g} where A > 0, else {clip.tau_negative:g}"
+        return f"{formula} with r = π_θ / {anchor}, {taus}"
+    between = f"{config.ratio_bounds[0]:.7g} to {config.ratio_bounds[1]:.7g}"
     dual = "" if clip.dual_clip is None else f", at most {clip.dual_clip:g} |A| where A < 0"
     return f"{formula} with r = π_θ / {anchor}, clipped to {between}{dual}"
 

@@ -57,9 +57,14 @@ METHODS: dict[str, Method] = {
         "`--rs-policy current`", ("rs.policy",), lambda c: "<rs.policy> current" if c.rejects_on_current_policy else ""
     ),
     "conditions": Method(
-        "criteria with a condition",
-        ("rs.criteria@",),
-        lambda c: f"<rs.criteria> {', '.join(c.conditional)}" if c.needs_advantages else "",
+        "what hangs on the advantage",
+        ("rs.criteria@", "tis.lower_bound_positive", "tis.upper_bound_positive"),
+        lambda c: ", ".join(c.advantage_readers),
+    ),
+    "budgets": Method(
+        "a budget of a criterion",
+        ("rs.criteria:",),
+        lambda c: ", ".join(f"criterion {criterion.name} with {criterion.budget}" for criterion in c.budgets),
     ),
     "penalty": _plain("`--mismatch-rollout-kl-coef`", "terms.rollout_kl_coef", 0.0, "terms.rollout_kl"),
     "groups": _plain("`--rs-group`", "rs.group", "keep", "rs.min_group"),

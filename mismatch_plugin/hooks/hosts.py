@@ -10,6 +10,7 @@ from mismatch_plugin.hooks.base import Host, Lack, Scope
 _APPLY = "mismatch-plugin patch apply --host {} --root DIR"
 _OWN_LOG_PROBS = Lack("it computes log-probs itself")
 _OWN_COUNT = Lack("it counts tokens before anything is rejected", "Choose auto or original.")
+_NO_STATE = Lack("nothing of ours passes from step to step there", "Leave the budget out; the bound stays.")
 _UNWATCHED = Lack("its weight updates are not watched")
 _MIS = (
     *("kl", "k3_kl", "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio", "training_ppl", "training_log_ppl"),
@@ -95,7 +96,8 @@ def needs_loss_mask(config: MismatchConfig) -> str:
     tis, measured = config.tis, config.model_fields_set & {"report_dir", "gate_kl", "dry_run"}
     idle = config.algorithm == 0 and not config.rejects and config.objective == "ppo"
     needs = {
-        f"objective {config.objective}": config.policy_objective == "gspo",
+        **{f"criterion {c.name} with a budget": True for c in config.budgets},
+        f"objective {config.objective}": config.policy_objective in ("gspo", "gmpo"),
         f"level {tis.level}": config.weighted and not config.unit.per_token,
         "batch normalisation": config.normalizes,
         **{f"criterion {c.name}": not c.judges_tokens for c in config.criteria},
@@ -197,6 +199,7 @@ VERL = Host(
         "log_probs": Lack(
             "it computes log-probs itself", "Leave it out, or set actor_rollout_ref.model.use_fused_kernels."
         ),
+        "budgets": _NO_STATE,
         "updates": _UNWATCHED,
     },
     scope=_verl_scope,
@@ -246,6 +249,7 @@ NEMO_RL = Host(
         "accepted": _OWN_COUNT,
         "versions": Lack("its loss is told no weight versions", "Set grpo.async_grpo.max_trajectory_age_steps."),
         "log_probs": _OWN_LOG_PROBS,
+        "budgets": _NO_STATE,
         "updates": _UNWATCHED,
     },
     scope=_micro_batch,
@@ -296,6 +300,7 @@ TRL = Host(
         "normalisation": Lack("its weights are made once a generation, by each process for its own samples"),
         "accepted": Lack("it divides by the original masks", "Choose auto or original."),
         "log_probs": _OWN_LOG_PROBS,
+        "budgets": _NO_STATE,
         "updates": _UNWATCHED,
         "report": Lack("its trackers get the metrics (report_to)"),
     },
@@ -338,6 +343,7 @@ SKYRL = Host(
             "its advantages arrive divided by all tokens or sequences of the mini-batch", "Choose auto or original."
         ),
         "log_probs": _OWN_LOG_PROBS,
+        "budgets": _NO_STATE,
         "updates": _UNWATCHED,
         "report": Lack("its tracker gets the metrics"),
     },
@@ -373,6 +379,7 @@ PRIME_RL = Host(
         "gate": Lack("its loss sees one sequence at a time"),
         "accepted": _OWN_COUNT,
         "log_probs": _OWN_LOG_PROBS,
+        "budgets": _NO_STATE,
         "updates": _UNWATCHED,
         "report": Lack("its monitors get the metrics"),
     },

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,7 @@ class MegatronStep:
     metrics: of the last step that ended, on the ranks of that stage.
     rollout_metrics: of the rollout whose steps these are, reported with each of them.
     steps_per_rollout: as the rollout's data say; 0 where nobody has read them.
+    thresholds: what to pass as `thresholds`: of the last step that ended, for budgets; None before the first.
     """
 
     log: Callable[[Any, dict[str, float], int, bool], None]
@@ -53,6 +54,7 @@ class MegatronStep:
     metrics: dict[str, float] = field(default_factory=dict)
     rollout_metrics: dict[str, float] = field(default_factory=dict)
     steps_per_rollout: int = 0
+    thresholds: Mapping[str, Tensor] | None = None
     _prepared: list[Step] = field(default_factory=list)
     _begun: tuple[Any, ParallelGroups, int] | None = None
     _seen: list[object] = field(default_factory=list)
@@ -156,13 +158,17 @@ class MegatronStep:
         """`add` of the correction's statistics. Returns the loss [T] as it came.
 
         Without a step, whose end would raise for invalid rollout log-probs, these turn the loss into NaN: never silent.
-        A gate without a step is a ValueError.
+        A gate or a budget without a step is a ValueError.
         """
         if self.step is not None:
             self.add(correction.statistics, micro_batch)
             return loss_T
         if config.gate_kl is not None:
             raise ValueError(f"--mismatch-gate-kl judges a whole step, known only to its hooks: {self.whole_steps}.")
+        if config.budgets:
+            raise ValueError(
+                f"a budget of rs.criteria reads the step before, known to hooks alone: {self.whole_steps}."
+            )
         defective = correction.tokens.stopping(config)
         if defective is None or config.rollout_log_prob_policy != "error":
             return loss_T
@@ -186,6 +192,7 @@ class MegatronStep:
             if error.placed:  # Ray ends the run with one rank's error, which may be another rank's
                 logger.error("step %d: %s", number, error)
             raise
+        self.thresholds = None if finished is None else finished.thresholds()
         if finished is not None and config.metrics != "off":
             self.metrics, first = {**finished.metrics(), **self.rollout_metrics}, self.is_first(groups)
             self.log(args, self.metrics, number, first)

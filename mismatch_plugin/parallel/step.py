@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,12 +58,15 @@ class Step:
 
     Create one per step; `start` runs on every pipeline stage, the rest on the last. No collective but those named; none
     depends on what a rank holds. Without `start` (a host that knows no data before its loss) `finish` compares ranks.
+    thresholds: those of the step before (`Statistics.thresholds` of what `finish` returned), for budgets.
     """
 
-    def __init__(self, config: MismatchConfig, groups: ParallelGroups) -> None:
+    def __init__(
+        self, config: MismatchConfig, groups: ParallelGroups, thresholds: Mapping[str, Tensor] | None = None
+    ) -> None:
         if config.normalizes and config.tis.batch_normalize_scope == "rollout_batch":
             raise ValueError("--tis-batch-normalize-scope rollout_batch needs a host that weighs rollouts: use step.")
-        self.config, self.groups = config, groups
+        self.config, self.groups, self.thresholds = config, groups, thresholds
         self.totals: StepTotals | None = None
         self.statistics: Statistics | None = None
         self.failure: str | None = None
@@ -129,9 +132,8 @@ class Step:
         reuse = reuse and known_before_loss(self.config)
         config = self.config if reuse else self.config.model_copy(update={"metrics": "off"})
         factor = 1.0 if config.normalizes_step else None
-        correction = correct(
-            packed.replace(invalid=()), config, self.groups, batch_factor=factor, log_probs=packed.old_log_probs
-        )
+        arguments = (packed.replace(invalid=()), config, self.groups, factor)
+        correction = correct(*arguments, log_probs=packed.old_log_probs, thresholds=self.thresholds)
         if reuse:
             self._corrections[_key(packed)] = packed, correction
         statistics = correction.statistics
@@ -165,7 +167,8 @@ class Step:
         # What data preparation found on one rank is raised at the step's end on all of them.
         _, correction = self._corrections.pop(_key(packed), (None, None))
         arguments = (packed.replace(invalid=()), self.config, self.groups, self.batch_factor)
-        result = sum_tokens(token_loss(log_probs, *arguments, correction=correction), self.groups)
+        token = token_loss(log_probs, *arguments, correction=correction, thresholds=self.thresholds)
+        result = sum_tokens(token, self.groups)
         self.record(result.statistics)
         return result
 

@@ -82,7 +82,7 @@ def _digits(kl: float) -> str:
 
 
 def _criterion(criterion: Criterion, kl: float, length: int) -> float | None:
-    if criterion.conditional:
+    if criterion.conditional or criterion.budget:
         return None
     lower, upper = criterion.log_bounds
     low, high = -math.inf if lower is None else lower, math.inf if upper is None else upper

@@ -84,11 +84,12 @@ def as_flags(config: MismatchConfig) -> list[str]:
 
 
 def criterion_spec(criterion: Criterion) -> str:
-    """A criterion as `--rs-criterion` takes it: aggregate:statistic[[:lower]:upper][@condition]."""
+    """A criterion as `--rs-criterion` takes it: aggregate:statistic[[:lower]:upper][:budget][@condition]."""
     bounds = [bound for bound in (criterion.lower_bound, criterion.upper_bound) if bound is not None]
     if criterion.lower_bound is not None and criterion.upper_bound is None:
         bounds.append(math.inf)
     spec = ":".join((criterion.aggregate, criterion.statistic, *(show(bound) for bound in bounds)))
+    spec += f":{criterion.budget}" if criterion.budget else ""
     return spec if criterion.condition == "any" else f"{spec}@{criterion.condition}"
 
 

@@ -181,6 +181,7 @@ def _sample(
         "request_id": meta.get("id"),
         "sample_id": str(index),
         "dp_rank": meta.get("dp_rank"),
+        "cached_tokens": meta.get("cached_tokens"),
     }
     try:
         if (told := last_told(meta.get(META_KEY))) is not None:

@@ -262,6 +262,8 @@ _CLIP = "clip_ratio_low: 3.0, clip_ratio_high: 0.3, clip_ratio_c: 3.0"
 @pytest.mark.parametrize(
     ("mode", "objective", "clip"),
     [
+        ("sapo", "sapo", (0.2, 0.2, None)),  # its gate takes their place
+        ("geo_mean", "gmpo", (1.0, 0.3, None)),
         ("vanilla", "ppo", (1.0, 0.3, 3.0)),
         ("gspo", "gspo", (1.0, 0.3, None)),  # verl's has no dual clip
         ("cispo", "cispo", (1.0, 0.3, None)),
@@ -281,6 +283,14 @@ def test_verl_loss_modes_are_objectives(mode: str, objective: str, clip: tuple[f
     assert [note.startswith(f"loss_mode {mode} changes nothing in bypass") for note in notes] == [True] * (
         mode != "vanilla"
     )
+
+
+def test_verl_s_sapo_has_its_own_temperatures_and_mean() -> None:
+    config, notes = _noted(from_verl, "loss_mode: sapo, tau_pos: 0.5, tau_neg: 2.0, loss_agg_mode: token-mean")
+    assert (config.ppo.tau_positive, config.ppo.tau_negative, config.aggregation) == (0.5, 2.0, "seq-mean-token-mean")
+    assert notes == ["loss_agg_mode token-mean changes nothing under loss_mode sapo, in verl as here."]
+    config, notes = _noted(from_verl, "loss_mode: geo_mean, tau_pos: 0.5")
+    assert (config.ppo.tau_positive, config.aggregation, notes) == (1.0, "seq-mean-token-mean", [])
 
 
 @pytest.mark.parametrize("kinds", ["kl k1", "k1 k1", "mse k2", "k2 k2", "k3 low_var_kl", "low_var_kl low_var_kl"])
@@ -368,7 +378,11 @@ def test_what_has_no_effect_is_accepted_and_said(read: Any, settings: str, note:
     [
         (from_slime, "tis_levl: token", "slime key 'tis_levl' is unknown: did you mean tis_level"),
         (from_slime, "use_tis: true, tis_level: none", "tis.level none is REINFORCE with rejection only"),
-        (from_slime, "use_tis: true, tis_mode: cap", "tis.mode is 'cap': it should be 'truncate', 'clip' or 'mask'"),
+        (
+            from_slime,
+            "use_tis: true, tis_mode: cap",
+            "tis.mode is 'cap': it should be 'truncate', 'clip', 'mask' or 'gamma'",
+        ),
         (from_slime, "use_tis: true, tis_upper_bound: 0.5_2.0", "tis_upper_bound is '0.5_2.0', which is not a number"),
         (from_slime, "use_tis: true, tis_upper_bound: 0, use_rs: true", "tis.upper_bound is 0.0: it should be greater"),
         (from_slime, "use_tis: true, use_rs: true, rs_level: tokn", "rs_level 'tokn' is unknown: did you mean token"),

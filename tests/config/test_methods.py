@@ -27,6 +27,7 @@ def _config(text: str) -> mp.MismatchConfig:
         ("", (0.2, 0.2)),
         ("--mismatch-objective gspo", (3e-4, 4e-4)),
         ("--mismatch-objective cispo", (1.0, 0.2)),
+        ("--mismatch-objective gmpo", (0.4, 0.4)),
         ("--mismatch-objective reinforce", (0.2, 0.2)),
         ("--mismatch-objective gspo --mismatch-eps-clip-low 0.2", (0.2, 4e-4)),
         ("--mismatch-objective cispo --mismatch-eps-clip-high 5", (1.0, 5.0)),
@@ -53,10 +54,26 @@ def test_which_objective_acts() -> None:
 
 
 _CRITERION = "--rs-criterion token:tv:0.2"
+_GAMMA = "--use-tis --use-rollout-log-probs --tis-level sequence --tis-mode gamma"
 _NO_EFFECT = [
     ("--use-tis --use-rollout-log-probs --mismatch-objective ppo", "--mismatch-objective ppo changes nothing in"),
     ("--mismatch-objective reinforce --mismatch-eps-clip-low 0.1", "--mismatch-eps-clip-low 0.1 changes nothing under"),
     ("--mismatch-objective cispo --mismatch-dual-clip 3", "--mismatch-dual-clip 3 changes nothing under"),
+    ("--use-tis --tis-mode gamma", "--tis-mode gamma weighs responses by π_θ/π_rollout: it needs"),
+    (f"{_GAMMA} --tis-upper-bound 3", "--tis-upper-bound 3 bounds no weight under --tis-mode gamma"),
+    (f"{_GAMMA} --tis-upper-bound-positive 3", "--tis-upper-bound-positive 3 bounds no weight under --tis-mode gamma"),
+    ("--tis-upper-bound-positive 3", "--tis-upper-bound-positive 3 changes no weight without --use-tis"),
+    ("--use-tis --tis-lower-bound-positive 1", "--tis-lower-bound-positive 1 bounds no weight under --tis-mode trunc"),
+    ("--use-tis --tis-mode clip --tis-lower-bound-positive 5", "is 5 to 2, which holds no ratio"),
+    (
+        "--use-tis --tis-level turn --tis-upper-bound 2 --tis-bound-growth 0.5 --tis-upper-bound-positive 3",
+        "--tis-bound-growth grows one pair of bounds",
+    ),
+    (f"--rs-group exclude {_CRITERION} --use-tis --tis-upper-bound-positive 3", "and bounds for A ≥ 0 needs these"),
+    ("--mismatch-objective gmpo --mismatch-dual-clip 3", "--mismatch-dual-clip 3 changes nothing under"),
+    ("--mismatch-objective sapo --mismatch-eps-clip-low 0.1", "--mismatch-eps-clip-low 0.1 changes nothing under"),
+    ("--mismatch-tau-negative 2", "--mismatch-tau-negative 2 changes nothing without --mismatch-objective sapo"),
+    ("--mismatch-objective sapo --mismatch-tau-positive 0", "tau-positive is 0.0: it should be greater than"),
     ("--use-tis --tis-upper-bound 1.05 --tis-bound-growth 0.5", "--tis-bound-growth 0.5 needs a --tis-level whose"),
     ("--tis-bound-growth 0.5 --tis-upper-bound 1.05", "--tis-upper-bound 1.05 changes no weight without --use-tis"),
     ("--use-tis --tis-level turn --tis-bound-growth 0.5", "--tis-bound-growth 0.5 needs bounds around 1"),
@@ -96,6 +113,8 @@ def test_what_has_no_effect_or_contradicts_is_refused(
     [
         ("--mismatch-objective cispo", ""),
         ("--mismatch-objective cispo --mismatch-eps-clip-low 0.2", "also clips small ratios"),
+        ("--mismatch-objective sapo", "the paper's loss is seq-mean-token-mean"),
+        ("--mismatch-objective gmpo --mismatch-aggregation seq-mean-token-mean", ""),
         ("--use-tis --mismatch-objective reinforce", ""),
         ("--use-rollout-log-probs --mismatch-objective reinforce", "nothing corrects the mismatch but rejection"),
     ],

@@ -241,7 +241,7 @@ def test_errors_of_combinations(settings: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tis": {"mode": "cap"}}, "tis.mode is 'cap': it should be 'truncate', 'clip' or 'mask'."),
+        ({"tis": {"mode": "cap"}}, "tis.mode is 'cap': it should be 'truncate', 'clip', 'mask' or 'gamma'."),
         ({"tis": {"upper_bound": 0}}, "tis.upper_bound is 0: it should be greater than 0."),
         ({"tis": {"upper_bound": math.nan}}, "tis.upper_bound is nan: it should be greater than 0."),
         ({"tis": {"lower_bound": -1}}, "tis.lower_bound is -1: it should be greater than or equal to 0."),
@@ -256,7 +256,7 @@ def test_errors_of_combinations(settings: str, message: str) -> None:
         ({"tis": {"mdoe": "clip"}}, "setting 'tis.mdoe' is unknown: did you mean tis.mode?"),
         ({"tis_mode": "clip"}, "setting 'tis_mode' is unknown: did you mean tis.mode?"),
         ({"rs": {"use": True}}, "setting 'rs.use' is unknown: there is rs.criteria, rs.veto_threshold, rs.policy,"),
-        ({"tis": {"mode": "cap"}, "terms": {"kl_coef": -1}}, "or 'mask'. terms.kl_coef is -1:"),
+        ({"tis": {"mode": "cap"}, "terms": {"kl_coef": -1}}, "or 'gamma'. terms.kl_coef is -1:"),
     ],
 )
 def test_errors_of_values_are_one_sentence_each(settings: dict[str, Any], message: str) -> None:
@@ -555,3 +555,15 @@ def test_the_forecast_of_weights_is_that_of_drawn_ratios(level: Any, growth: flo
     mean, ess = truncated_product(config, 100, kl=0.006)
     assert mean == pytest.approx(weights.mean(), abs=0.012)
     assert ess == pytest.approx(weights.mean() ** 2 / numpy.square(weights).mean(), abs=0.012)
+
+
+def test_the_forecast_of_gamma_weights_is_that_of_drawn_ratios() -> None:
+    """KL × tokens of 0.6; over 8,192 tokens at KL .001 hardly a weight is left, and that is said."""
+    config = mp.preset("vespo")
+    drawn = numpy.exp(numpy.random.default_rng(0).normal(-0.6, math.sqrt(1.2), 200_000))
+    weights = drawn**2 * numpy.exp(3.0 * (1.0 - drawn))
+    mean, ess = truncated_product(config, 100, kl=0.006)
+    assert mean == pytest.approx(weights.mean(), abs=0.005)
+    assert ess == pytest.approx(weights.mean() ** 2 / numpy.square(weights).mean(), abs=0.005)
+    assert bound_warnings(config, 50) == []
+    assert "weights of mode gamma have mean" in bound_warnings(config, 8192)[0]

@@ -26,6 +26,17 @@ _ICEPOP = {"tis.mode": "mask", "tis.lower_bound": 0.5, "tis.upper_bound": 5.0, "
 _SEQUENCE = {"tis.level": "sequence"}
 _UNWEIGHTED = {"tis.level": "none"}
 _DPPO = {"tis.upper_bound": 20.0, "denominator": "original"}
+_TOPR = {
+    "tis.mode": "clip",
+    "tis.level": "sequence",
+    "tis.lower_bound": 0.0,
+    "tis.upper_bound": 1.0,
+    "tis.lower_bound_positive": 1.0,
+    "tis.upper_bound_positive": 1.0,
+}
+_GMPO = {
+    "objective": "gmpo", "aggregation": "seq-mean-token-mean", "ppo.eps_clip_low": 0.4, "ppo.eps_clip_high": 0.4
+}  # fmt: skip
 _PREFIX = {"tis.level": "prefix", "tis.upper_bound": 5.0, "tis.bound_growth": 0.5}
 # names: (algorithm, what is not at its default, criteria, veto)
 _EXPECTED: dict[str, tuple[int, dict[str, Any], list[tuple[Any, ...]], float | None]] = {
@@ -53,10 +64,15 @@ _EXPECTED: dict[str, tuple[int, dict[str, Any], list[tuple[Any, ...]], float | N
     "bypass_pg_geo_rs_token_tis": (3, {}, [_GEO_VERL], None),
     "kpop": (0, {}, [("token", "binary_kl", None, 0.1), ("token", "binary_kl_reverse", None, 0.1)], None),
     "trm": (0, {}, [("sequence_max", "k2", None, 0.5), ("sequence_mean", "k3", None, 0.01)], None),
+    "m2po": (0, {}, [("token", "k2", None, 0.02, "mean=0.02")], None),
     "dppo_tv": (3, _DPPO, [("token", "tv", None, 0.15, "away")], None),
     "dppo_kl": (3, _DPPO, [("token", "binary_kl", None, 0.05, "away")], None),
     "opsm": (0, {"denominator": "original"}, [("sequence_mean", "k1", math.exp(-0.1), math.inf, "negative")], None),
     "prefix_is": (2, _PREFIX, [], None),
+    "sapo": (0, {"objective": "sapo", "aggregation": "seq-mean-token-mean"}, [], None),
+    "gmpo": (0, _GMPO, [], None),
+    "topr": (3, _TOPR, [], None),
+    "vespo": (3, {"tis.level": "sequence", "tis.mode": "gamma"}, [], None),
 }
 _REQUIRED = {"trm": {"max_k2": 0.5, "mean_k3": 0.01}, "opsm": {"delta": 0.1}}
 
@@ -84,8 +100,9 @@ def _changed(config: mp.MismatchConfig) -> dict[str, Any]:
 
 
 def _criteria(config: mp.MismatchConfig) -> list[tuple[Any, ...]]:
-    judged = ((c, () if c.condition == "any" else (c.condition,)) for c in config.criteria)
-    return [(c.aggregate, c.statistic, c.lower_bound, c.upper_bound, *condition) for c, condition in judged]
+    further = [[word for word in (c.condition, c.budget) if word not in ("any", "")] for c in config.criteria]
+    judged = zip(config.criteria, further, strict=True)
+    return [(c.aggregate, c.statistic, c.lower_bound, c.upper_bound, *words) for c, words in judged]
 
 
 def _same_criteria(config: mp.MismatchConfig, expected: list[Any], rel: float = 1e-12) -> bool:
@@ -236,7 +253,15 @@ def test_what_the_texts_claim_about_bias() -> None:
 
 def test_rejection_alone_says_how_it_is_algorithm_0_and_has_three_policies() -> None:
     with_note = {name for name in preset_names() if THREE_POLICIES in preset_table(name).notes}
-    assert with_note == {"decoupled_geo_rs", "geo_rs", "decoupled_k3_rs", "k3_rs", "kpop", "trm"}  # not opsm: π_θ
+    assert with_note == {
+        "decoupled_geo_rs",
+        "geo_rs",
+        "decoupled_k3_rs",
+        "k3_rs",
+        "kpop",
+        "trm",
+        "m2po",
+    }  # not opsm: π_θ
     assert THREE_POLICIES in presets_table().notes
     blocks = {name: _noted(mp.preset, name, **_REQUIRED.get(name, {}))[0].describe() for name in preset_names()}
     assert {name for name, block in blocks.items() if "policies: three, for rejection" in block} == with_note

@@ -93,6 +93,21 @@ def test_kernels_for_staleness(metrics: str) -> None:
     assert not found.syncs
 
 
+@pytest.mark.parametrize("metrics", ["off", "basic", "full"])
+def test_kernels_for_a_budget(metrics: str) -> None:
+    """The histogram in every micro-batch, with the values of tokens again, and once a step the bound; no sync."""
+    packed = batch(64)
+    for criterion, limit in (("sequence_mean:k3:0.1", 9), ("token:binary_kl:0.5", 15)):
+        plain = correction(64, **rejecting(criterion), metrics=metrics)
+        config = mp.MismatchConfig(**rejecting(f"{criterion}:share=0.1"), metrics=metrics)
+        statistics = mp.correct(packed, config).statistics
+        bound = count(statistics.thresholds)
+        thresholds = statistics.thresholds()
+        found = count(lambda c=config, t=thresholds: mp.correct(packed, c, thresholds=t))
+        assert found.total <= plain.total + limit and bound.total <= 16, (criterion, found.total - plain.total)
+        assert not found.syncs and not bound.syncs
+
+
 @pytest.mark.parametrize("criteria", [(), ("token:k3:0.5",)])
 def test_kernels_at_full(criteria: tuple[str, ...]) -> None:
     assert correction(64, **rejecting(*criteria), metrics="full").total <= 200
@@ -143,6 +158,16 @@ def test_kernels_do_not_depend_on_the_number_of_sequences(metrics: str, level: s
     assert not few.syncs and not many.syncs
 
 
+@pytest.mark.parametrize("tis", [{"mode": "clip", "upper_bound_positive": 3.0}, {"mode": "gamma"}], ids=str)
+def test_kernels_of_weights_by_sign(tis: dict[str, Any]) -> None:
+    """Of the advantages and of a second pair of bounds; as many for any number of sequences, and no sync."""
+    plain, few, many = (
+        loss(number, 3, tis={"level": "sequence", **each}) for number, each in ((64, {}), (8, tis), (64, tis))
+    )
+    assert few.kernels == many.kernels and not many.syncs
+    assert many.total <= plain.total + 12
+
+
 @pytest.mark.parametrize("algorithm", [0, 1, 2, 3])
 def test_policy_loss_has_no_host_sync(algorithm: int) -> None:
     config = mp.MismatchConfig(
@@ -176,6 +201,8 @@ LOSSES: dict[str, tuple[dict[str, Any], int]] = {  # settings, kernels more than
     "ppo": ({}, 0),
     "gspo": ({"objective": "gspo"}, 14),
     "cispo": ({"objective": "cispo"}, -25),
+    "sapo": ({"objective": "sapo"}, 0),
+    "gmpo": ({"objective": "gmpo"}, 20),
     "reinforce": ({"objective": "reinforce"}, -32),
     "distance to the sampler": (PENALTY, 32),
 }

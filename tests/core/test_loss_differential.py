@@ -198,7 +198,7 @@ def test_draws_reach_everything() -> None:
 def test_what_stops_under_the_policy_error_is_what_plain_says() -> None:
     """A training log-prob that is invalid always, one of the rollout where the loss reads it; the first are named."""
     rng, seen = Random(60), Counter[str]()
-    for _ in range(3000):
+    for _ in range(4000):
         config = draw_config(rng)
         if config is None or config.rollout_log_prob_policy != "error":
             continue

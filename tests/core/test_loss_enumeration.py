@@ -96,7 +96,7 @@ def _problem(request: pytest.FixtureRequest) -> Problem:
     return PROBLEMS[request.param]
 
 
-OBJECTIVES = ("ppo", "gspo", "cispo", "reinforce")
+OBJECTIVES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "reinforce")
 
 
 @pytest.mark.parametrize("on_policy", [True, False])

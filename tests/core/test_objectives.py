@@ -99,7 +99,7 @@ def test_reinforce_under_weights_of_algorithm_2() -> None:
     assert not {"pg_clipfrac", "ppo_kl"} & metrics.keys()
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "gmpo"])
 def test_beyond_the_safety_bound_nothing_is_infinite(name: str) -> None:
     given = {"old_log_probs": torch.tensor([-1000.0, -1.0]), "advantages": [-1.0, -1.0]}
     config = settings(objective=name, ppo={"eps_clip_high": math.inf, "eps_clip_low": 0.5})

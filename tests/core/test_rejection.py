@@ -134,7 +134,7 @@ def test_all_rejected_is_a_zero_loss() -> None:
 
 def test_without_advantages_a_condition_is_an_error() -> None:
     config = rejecting("sequence_mean:ratio:0.9:inf@negative", "token:tv:0.1")
-    with pytest.raises(ValueError, match="advantages is missing: rs criterion sequence_mean_ratio_negative is judged"):
+    with pytest.raises(ValueError, match="advantages is missing: criterion sequence_mean_ratio_negative hangs on it"):
         mp.correct(BATCH.replace(advantages=None), config)
     assert len(kept(BATCH.replace(advantages=None), rejecting("token:tv:0.1"))) == 7
     with pytest.raises(ValueError, match="advantages is missing"):

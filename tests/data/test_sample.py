@@ -48,6 +48,8 @@ FULL: dict[str, Any] = {
     "sample_id": "s7",
     "server": "host:1",
     "dp_rank": 1,
+    "cached_tokens": 2,
+    "routed_experts": [[[0, 3]]] * 9,
     "served": SERVED,
     "group": 3,
     "reward": 0.1 + 0.2,
@@ -62,6 +64,7 @@ FULL: dict[str, Any] = {
     "trainer_version": 12,
     "trainer_fingerprint": "80d44b3730457e7e",
     "trainer_temperature": 0.7,
+    "trained_experts": [[[0, 2]]] * 9,
 }
 
 
@@ -120,6 +123,9 @@ def test_any_list_of_numbers_and_nulls_comes_back(values: list[float | None]) ->
         ({"kept_ids": [[1]]}, "kept_ids has 1 entries"),
         ({"advantages": [1.0, 2.0, 3.0]}, "advantages has 3 entries, the response 2 tokens"),
         ({"advantages": [1.0]}, "advantages has 1 entries, the response 2 tokens"),
+        ({"routed_experts": [[[1]], [[2]]]}, "routed_experts has 2 entries: give one for each of the first 1 tokens"),
+        ({"routed_experts": [[1, 2]]}, "routed_experts: has the shape [1, 2] of int64: give integers"),
+        ({"trained_experts": [[[-1]]]}, "trained_experts: holds -1: experts are numbered from 0"),
         ({"prompt_log_probs": [None]}, "prompt_log_probs has 1 entries, prompt_ids 0"),
         ({"weight_versions": [{"version": "a", "start": 0, "end": 3}]}, r"'a' spans [0, 3)"),
         ({"weight_versions": spans_of(["a", "b"])[::-1]}, r"'a' spans [0, 1) after token 2"),

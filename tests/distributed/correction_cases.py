@@ -38,9 +38,11 @@ CRITERIA = (
     ("token:binary_kl_reverse:0.5", "sequence_sum:tv:5", "sequence_mean:ratio:0.7:1.06", "token:ratio:0.8:1.9@negative",
      "sequence_mean:k3:0.03@negative"),  # nothing for the MAX
 )  # fmt: skip
+POSITIVE = 0.85
+"""Of the upper bound: that where A ≥ 0, in the settings whose bounds differ by its sign."""
 STALENESS, TRAINER_VERSION = 3, 99
 VETO = 0.05
-OBJECTIVES = ("ppo", "gspo", "cispo", "reinforce")
+OBJECTIVES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "reinforce")
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class Settings:
 
     @property
     def objective(self) -> str:
-        return "reinforce" if self.algorithm == 3 else OBJECTIVES[self.rotation // 5 % 4]
+        return "reinforce" if self.algorithm == 3 else OBJECTIVES[self.rotation * 3 // 8 % 6]
 
     @property
     def rejects_on_current_policy(self) -> bool:
@@ -107,6 +109,15 @@ class Settings:
     @property
     def grows(self) -> bool:
         return self.level in GROWN and self.rotation % 4 == 3
+
+    @property
+    def by_sign(self) -> bool:
+        return self.weighted and not self.grows and self.rotation % 5 == 1
+
+    @property
+    def gamma(self) -> bool:
+        """In place of truncate."""
+        return self.algorithm == 3 and (self.level, self.mode) == ("sequence", "truncate") and self.rotation % 4 < 2
 
     def config(self, scope: str = "", **changes: Any) -> mp.MismatchConfig:
         """scope: of batch normalisation, where there is one."""
@@ -129,6 +140,8 @@ class Settings:
             tis = {"level": self.level, "mode": self.mode, "upper_bound": upper}
             tis |= {} if self.mode == "truncate" else {"lower_bound": lower}
             tis |= {"bound_growth": 0.5} if self.grows else {}
+            tis |= {"upper_bound_positive": POSITIVE * upper} if self.by_sign else {}
+            tis = {"level": "sequence", "mode": "gamma"} if self.gamma else tis
             tis |= {"batch_normalize": True} if self.normalizes else {}
             tis |= {"batch_normalize_scope": scope} if self.normalizes and scope else {}
         elif self.level == "none":
@@ -136,7 +149,9 @@ class Settings:
         values["tis"] = tis
         if self.algorithm != 3:
             values["objective"] = self.objective
-            values["ppo"] = {} if self.objective == "reinforce" else {"eps_clip_low": 0.2, "eps_clip_high": 0.28}
+            values["ppo"] = (
+                {} if self.objective in ("sapo", "reinforce") else {"eps_clip_low": 0.2, "eps_clip_high": 0.28}
+            )
             if self.objective == "gspo":
                 values["ppo"] = {"eps_clip_low": 0.03, "eps_clip_high": 0.02}
             dual = self.rotation // 2 % 2 and self.objective in ("ppo", "gspo")

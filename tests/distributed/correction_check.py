@@ -84,7 +84,7 @@ def distances(batch: str, settings: Settings) -> list[float]:
     ]
     products, counts = _products(batch, log_ratio, _level(config))
     mean_ratio = torch.stack([row.exp().mean() for row in products])
-    for bound in (config.tis.lower, config.tis.upper):
+    for bound in (config.tis.lower, config.tis.upper, *config.tis.positive):
         log_bound = math.log(bound) * torch.cat(counts) ** config.tis.bound_growth
         pairs += [(torch.cat(products) - log_bound, 0.0), (mean_ratio, bound)]
     judged = _trained(batch, "log_probs") if config.rejects_on_current_policy else train
@@ -104,7 +104,7 @@ def distances(batch: str, settings: Settings) -> list[float]:
     step = torch.cat(_trained(batch, "log_probs")) - anchor
     if settings.objective == "gspo":
         step = torch.stack([row.mean() for row in step.split([len(row) for row in rollout])])
-    pairs += [(step.exp(), bound) for bound in (1 - config.ppo.eps_clip_low, 1 + config.ppo.eps_clip_high, 3.0)]
+    pairs += [(step.exp(), bound) for bound in (*(config.ratio_bounds or ()), 3.0)]
     distances = [float((values - bound).abs().min()) for values, bound in pairs]
     width = 2 * HISTOGRAM_EDGE / HISTOGRAM_BINS
     place = (flat / HISTOGRAM_SCALE).asinh() / width

@@ -141,6 +141,32 @@ def run_invalid(case: Case) -> list[dict[str, Any]]:
     return outcomes
 
 
+def run_budgets(case: Case) -> list[tuple[Tensor, list[Tensor], dict[str, float], list[str]]]:
+    """Two steps on the same data, the second by the first one's thresholds: places and what is kept there, thresholds,
+    collectives of the second."""
+    whole, groups = make(case.batch), groups_of(case.layout)
+    local = whole.micro_batches(case.layout, case.micro_batches, dist.get_rank())
+    outcomes = []
+    for number, (_, settings) in enumerate(case.changes):
+        host.ENABLED = number % 2 == 0
+        step, kept, calls = Step(settings, groups), [], list[Call]()
+        for _ in range(2):
+            step.start([packed for packed, _ in local])
+            step.prepare(packed for packed, _ in local)
+            with CallRecorder() as recorder:
+                results = [step.loss(whole.log_probs[places], packed) for packed, places in local]
+                statistics, _ = step.finish()
+            assert statistics is not None
+            calls = recorder.calls
+            kept.append(torch.cat([result.correction.keep for result in results]))
+            step = Step(settings, groups, statistics.thresholds())
+        bounds = {name: float(value) for name, value in (step.thresholds or {}).items()}
+        places = torch.cat([places for _, places in local])
+        outcomes.append((places, kept, bounds, [call.operation for call in calls]))
+    host.ENABLED = True
+    return outcomes
+
+
 def run_different(case: Case) -> list[str]:
     """What `finish` raises where rank 1 differs as the batch's name says, and nothing called `start`."""
     groups, rank = groups_of(case.layout), dist.get_rank()

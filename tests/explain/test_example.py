@@ -75,6 +75,10 @@ def test_gradients_by_hand():
     # Geometric means 0.55^(1/3) = 0.819, 1.365^(1/2) = 1.17, 1.5, of which the last is clipped.
     assert LOSS["gspo: gradient"] == ("0.819", PADDING, "0.819", "0.819", "−1.17", "−1.17", "0", "0")
     assert LOSS["cispo: gradient"] == ("1.1", PADDING, "0.75", "0.667", "−1.05", "−1.2", "−1.2", "−1")
+    # 4 σ(1.05 (r − 1)) (1 − σ) r; τ 1 where A = 1.
+    assert LOSS["sapo: gradient"] == ("1.1", PADDING, "0.737", "0.647", "−1.05", "−1.27", "−1.56", "−1")
+    # (1.1 · 0.75 · e^−0.4)^(1/3), (1.05 · 1.3)^(1/2), e^(0.4/2): 0.667 is below e^−0.4 and 2.25 above e^0.4.
+    assert LOSS["gmpo: gradient"] == ("0.821", PADDING, "0.821", "0", "−1.17", "−1.17", "0", "−1.22")
     assert LOSS["reinforce: gradient"] == ("1", PADDING, "1", "1", "−1", "−1", "−1", "−1")
     ratios = (0.55 / 0.4, 0.45 / 0.5, 0.6 / 0.9, 0.63 / 0.2, 0.78 / 0.4, 0.45 / 0.5, 0.4 / 0.5)
     told = [float(cell.replace("−", "-")) for cell in LOSS["penalty: gradient"] if cell != PADDING]
@@ -90,7 +94,7 @@ def test_advantages_of_a_group_by_hand():
 
 def test_it_covers_every_mode_level_and_objective():
     assert {f"{level}: {mode}" for level in LEVELS for mode in MODES} <= set(WEIGHTS)
-    assert {f"{name}: gradient" for name in ("ppo", "gspo", "cispo", "reinforce")} <= set(LOSS)
+    assert {f"{name}: gradient" for name in ("ppo", "gspo", "cispo", "sapo", "gmpo", "reinforce")} <= set(LOSS)
 
 
 def test_it_stays_away_from_its_bounds():

@@ -261,6 +261,7 @@ ASKED = {
     "updates": "--mismatch-verify-weights error",
     "current_policy": "--rs-criterion token:k2:0.5 --rs-policy current",
     "conditions": "--rs-criterion token:k2:0.5@negative",
+    "budgets": "--rs-criterion token:k2:0.5:share=0.1",
     "penalty": "--mismatch-rollout-kl-coef 0.1",
     "report": "--mismatch-report-dir REPORT",
     "metrics": "--mismatch-metrics full",

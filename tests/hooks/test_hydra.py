@@ -190,6 +190,8 @@ def test_another_loss_of_verl_s_is_named_with_what_ours_needs(tmp_path: Path) ->
     [
         (f"--use-tis {_LOSS_MODE}=gspo", 2, "gspo"),
         (f"--use-rollout-log-probs {_LOSS_MODE}=cispo", 1, "cispo"),
+        (f"--use-tis {_LOSS_MODE}=sapo", 2, "sapo"),
+        (f"{_LOSS_MODE}=geo_mean --use-tis", 2, "gmpo"),
         (f"--rs-criterion token:k2:0.5 {_LOSS_MODE}=gpg", 0, "reinforce"),
         (f"--use-tis --use-rollout-log-probs {_LOSS_MODE}=gpg", 3, "ppo"),
         ("--use-tis --mismatch-objective cispo", 2, "cispo"),
@@ -217,7 +219,7 @@ def test_verl_s_loss_mode_is_the_objective_of_our_loss(
         (f"--use-tis --use-rollout-log-probs {_LOSS_MODE}=gspo", "gspo contradicts algorithm 3"),
         (f"--use-tis --mismatch-objective cispo {_LOSS_MODE}=gspo", "gspo contradicts --mismatch-objective cispo"),
         (f"--use-tis {_LOSS_MODE}=dppo_tv", "next to it comes preset dppo_tv with bypass_mode, which judges"),
-        (f"--use-tis {_LOSS_MODE}=sapo", "sapo is no setting here; next to it comes objective ppo"),
+        (f"--use-tis {_LOSS_MODE}=clip_cov", "clip_cov is no setting here; next to it comes objective ppo"),
         (
             f"+{_RC}.mismatch.use_tis=true +{_RC}.mismatch.objective=cispo {_LOSS_MODE}=gspo",
             "cispo contradicts .*makes it gspo",
@@ -246,8 +248,8 @@ def test_conditions_are_judged_in_verl_s_workers_in_bypass_mode(tmp_path: Path) 
 
 
 def test_another_loss_of_verl_s_has_no_objective_of_ours(tmp_path: Path) -> None:
-    lines = _verl(tmp_path, f"+{_RC}.mismatch.use_tis=true {_LOSS_MODE}=sapo").lines
-    assert any(line.startswith("loss in the workers: verl's own sapo, with") for line in lines)
+    lines = _verl(tmp_path, f"+{_RC}.mismatch.use_tis=true {_LOSS_MODE}=clip_cov").lines
+    assert any(line.startswith("loss in the workers: verl's own clip_cov, with") for line in lines)
     assert not any(line.startswith("objective: ") for line in lines)
     own = _verl(tmp_path, f"+{_RC}.mismatch.use_tis=true {_LOSS_MODE}=gspo").lines
     assert "objective: gspo, ratio in [0.8, 1.2]" in own

@@ -118,13 +118,16 @@ def test_every_decision_goes_both_ways():
         if settings.algorithm in (2, 3) and settings.level != "none":
             factor = metrics.get("rollout_corr/rollout_is_batch_norm_factor", 1.0)
             assert (abs(factor - 1.0) > 1e-3) == settings.normalizes
-            assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] > 0.0
-    both_sides = [settings for settings in PRODUCT if settings.objective in ("ppo", "gspo", "cispo")]
+            if not settings.config().weighs_by_sign:
+                assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] > 0.0
+    signed = {(settings.level, settings.config().tis.mode) for settings in PRODUCT if settings.config().weighs_by_sign}
+    assert signed >= {("sequence", "gamma"), *((level, "clip") for level in LEVELS)}
+    both_sides = [settings for settings in PRODUCT if settings.objective in ("ppo", "gspo", "cispo", "gmpo")]
     for settings in both_sides:
         for side in ("high", "low"):
             assert 0.0 < expected(settings).metrics[f"rollout_corr/pg_clipfrac_{side}_side"] < 1.0, settings
     for algorithm in (0, 1, 2):
-        assert {s.objective for s in both_sides if s.algorithm == algorithm} == {"ppo", "gspo", "cispo"}
+        assert {s.objective for s in both_sides if s.algorithm == algorithm} == {"ppo", "gspo", "cispo", "gmpo"}
     metrics = expected(PRODUCT[0]).metrics
     for bucket in (
         "log_ratio_by_position_below_64",

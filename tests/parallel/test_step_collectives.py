@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -9,20 +10,22 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.correction_cases import LAYOUTS, LENGTHS, PRODUCT, Layout, Settings
-from tests.distributed.correction_worker import Call, Case, run_counted
+import mismatch_plugin as mp
+from mismatch_plugin.config.values import merge
+from tests.distributed.correction_cases import LAYOUTS, LENGTHS, PRODUCT, Layout, Settings, make
+from tests.distributed.correction_worker import Call, Case, run_budgets, run_counted
 from tests.distributed.launch import launch
 
 BATCHES = ("product", "single", "untrained_replica", "rejected", "empty", "nothing")
 SOME = tuple(PRODUCT[::23])
-PLAIN = Settings(0, "-", "-", False, False, "accepted", "token-mean", rotation=1)
+PLAIN = Settings(0, "-", "-", False, False, "accepted", "token-mean", rotation=2)
 WEIGHTED = replace(PLAIN, algorithm=2, mode="truncate")
 
 # Columns of the one SUM, counted by hand. Without metrics: the log-ratio and the token count. The guide's metrics add
 # log π_train (log π_rollout is that less the log-ratio), k3, ρ − 1 and its square; token level also ρ clamped, its
 # square, high and low; token weights their sum, that of their squares and of (w − 1)². Token criteria add the rejected
 # tokens, a veto its column; k3 is there already; conditions of sequences add the advantages. Under rotation 3 k3 is
-# that of π_θ, which is not there, and staleness is a second token criterion, so that each has a column.
+# that of π_θ, which is not there, and staleness is a second token criterion, so that each has a column; and gspo's two.
 # The other levels' second numbers: what is summed over every part (log-ratios, tokens), then columns of the second SUM,
 # where prefix has its weights (three), ρ − 1, ρ clamped, both squared, ρ², high and low.
 COLUMNS = (
@@ -34,10 +37,10 @@ COLUMNS = (
     ("basic", replace(WEIGHTED, level="geometric", normalizes=True), 6),
     ("full", replace(WEIGHTED, level="geometric", normalizes=True), 6),
     ("basic", replace(WEIGHTED, level="token"), 13),
-    ("off", replace(PLAIN, rotation=7), 4),  # gspo: Σ log r and the tokens that enter
-    ("basic", replace(WEIGHTED, level="token", rotation=7), 15),
+    ("off", replace(PLAIN, rotation=4), 4),  # gspo: Σ log r and the tokens that enter
+    ("basic", replace(WEIGHTED, level="token", rotation=4), 15),
     ("basic", replace(WEIGHTED, level="sequence", rejects=True, rotation=0), 9),
-    ("basic", replace(WEIGHTED, level="sequence", rejects=True, rotation=3), 12),
+    ("basic", replace(WEIGHTED, level="sequence", rejects=True, rotation=3), 14),
     ("off", replace(WEIGHTED, level="turn", normalizes=True), 2, 2),
     ("basic", replace(WEIGHTED, level="turn"), 6, 2),
     ("basic", replace(WEIGHTED, level="turn", rejects=True, rotation=0), 9, 3),
@@ -80,9 +83,12 @@ PARTS = ("turn", "prefix")
 
 
 def parts_of(settings: Settings, layout: Layout, sequences: int, turns: int) -> int:
-    """Numbers that the first SUM has for turns or chunks: log-ratio and tokens, of turns the rejected tokens, too."""
+    """Numbers that the first SUM has for turns or chunks: log-ratio and tokens, of turns also what is rejected, and the
+    advantages where these are read."""
     chunks = {"none": 1, "zigzag": 2 * layout.cp, "contiguous": layout.cp}[layout.context]
-    return {"turn": (2 + settings.rejects) * turns, "prefix": 2 * chunks * sequences}.get(settings.level, 0)
+    return {"turn": (2 + settings.rejects + settings.by_sign) * turns, "prefix": 2 * chunks * sequences}.get(
+        settings.level, 0
+    )
 
 
 def columns_of(call: Call, sequences: int, parts: int) -> int:
@@ -131,7 +137,7 @@ def test_exactly_these_collectives(layout: Layout):
             config = settings.config()
             judged = config.normalizes_step or (config.rejects_by_log_probs and not config.dry_run)
             judged = judged and settings.algorithm in (0, 2)
-            reused = judged and not settings.rejects_on_current_policy and settings.objective != "gspo"
+            reused = judged and not settings.rejects_on_current_policy and settings.objective not in ("gspo", "gmpo")
             assert counts["again"] == ([[] for _ in losses] if reused else losses), "nothing is reduced twice"
             *before, total = counts["prepare"]
             assert total == rank.over_data("SUM", 7)
@@ -144,6 +150,54 @@ def test_exactly_these_collectives(layout: Layout):
                     (call.operation, call.ranks) for calls in expected for call in calls
                 ]
                 assert sum(call.bytes for call in before) <= sum(call.bytes for calls in losses for call in calls)
+
+
+BUDGETS = (
+    ({}, ("token:k2:0.002:mean=0.004", "sequence_mean:k3:0.001:share=0.3")),
+    ({"use_rollout_log_probs": True, "metrics": "off"}, ("sequence_max:k2:0.05:share=0.2",)),
+    ({"rs": {"policy": "current"}, "metrics": "full"}, ("token:tv:0.02:share=0.05", "sequence_sum:k2:0.1:mean=0.2")),
+    ({"use_tis": True, "use_rollout_log_probs": True}, ("token:binary_kl:0.002:share=0.1",)),
+)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_budgets_are_the_same_for_every_split(world_size: int) -> None:
+    """And bring no collective: the histogram travels in the step's SUM."""
+
+    def configs(criteria: Callable[[str], str]) -> list[tuple[str, mp.MismatchConfig]]:
+        """Under names of their own, as a case wants its changes."""
+        return [
+            (f"{number}", mp.MismatchConfig.model_validate(merge(given, {"rs": {"criteria": [*map(criteria, rules)]}})))
+            for number, (given, rules) in enumerate(BUDGETS)
+        ]
+
+    budgets, plain = configs(str), configs(lambda rule: rule.rpartition(":")[0])
+    whole = make("product")
+    packed = whole.packed().prepared()
+    cases = [
+        Case("product", layout, count, (), tuple(changes))
+        for layout in LAYOUTS
+        if layout.world_size == world_size
+        for count in (1, 3)
+        for changes in (budgets, plain)
+    ]
+    results = launch(run_budgets, cases, world_size)
+    for number, (_, config) in enumerate(budgets):
+        keep, thresholds = [], None
+        for _ in range(2):
+            result = mp.policy_loss(whole.log_probs, packed, config, thresholds=thresholds)
+            keep.append(result.correction.keep)
+            thresholds = result.statistics.thresholds()
+        assert thresholds is not None
+        assert not torch.equal(*keep), f"{config.rs} changes nothing in the second step"
+        for of_budgets, of_plain in zip(results[::2], results[1::2], strict=True):
+            found = [torch.zeros_like(each) for each in keep]
+            for rank, (places, kept, bounds, calls) in enumerate(each[number] for each in of_budgets):
+                for own, mine in zip(found, kept, strict=True):
+                    own[places] = mine
+                assert bounds == {name: float(value) for name, value in thresholds.items()}
+                assert calls == of_plain[rank][number][-1]
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, keep, strict=True)), config.rs
 
 
 def test_columns_counted_by_hand():

@@ -20,6 +20,8 @@ CORRECTION = {
 """The block's keys about weights and rejection, August 2026, with the values of verl's YAML."""
 CLIP = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
 """The actor's clip bounds, with the values of verl's YAML."""
+GATE = {"tau_pos": "tau_positive", "tau_neg": "tau_negative"}
+"""The actor's temperatures of SAPO → ours."""
 SPELLED = {
     "use_tis": "rollout_is",
     "tis.level": "rollout_is",
@@ -30,14 +32,14 @@ SPELLED = {
     "denominator": "rollout_is_threshold",
 }
 """Our setting → the key of the block that says it."""
-OBJECTIVES = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo", "gpg": "reinforce"}
+OBJECTIVES = {
+    "vanilla": "ppo", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "geo_mean": "gmpo", "gpg": "reinforce"
+}  # fmt: skip
 """The actor's `policy_loss.loss_mode` → our objective."""
 _DPPO = "preset {} with bypass_mode, which judges π_θ against π_rollout: verl's judges it against old_log_prob"
 OTHER_LOSSES = {
     "dppo_tv": _DPPO.format("dppo_tv"),
     "dppo_kl": _DPPO.format("dppo_kl"),
-    "geo_mean": "objective gspo: verl's clips each token's log-ratio and takes the geometric mean of a response",
-    "sapo": "objective ppo: verl's has a smooth gate in the place of the clip",
     "clip_cov": "objective ppo: verl's takes tokens out at random, by their covariance",
     "kl_cov": "terms.rollout_kl_coef: verl's penalises the tokens of the largest covariance",
     "dro": "terms.rollout_kl_coef: verl's is a penalty on π_θ/π_old in the place of the clip",
@@ -53,7 +55,7 @@ _VERL_BLOCK_KEYS = (
 )
 _VERL_ACTOR_KEYS = (
     *("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "entropy_coeff"),
-    *("use_kl_loss", "kl_loss_coef", "kl_loss_type", "loss_agg_mode", "loss_scale_factor", "loss_mode"),
+    *("use_kl_loss", *GATE, "kl_loss_coef", "kl_loss_type", "loss_agg_mode", "loss_scale_factor", "loss_mode"),
 )
 _VERL_KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"}
 _VERL_AGGREGATE = {"token": "token", "seq_sum": "sequence_sum", "seq_mean": "sequence_mean", "seq_max": "sequence_max"}
@@ -75,7 +77,8 @@ def from_verl(mapping: Mapping[str, Any]) -> MismatchConfig:
     With bypass, policy gradient, and neither rollout_is nor rollout_rs it is REINFORCE that nothing corrects.
     `rollout_is_threshold: "lo_hi"` is IcePop: mask mode, the rejected stay in the denominator. The bounds of `*_k1` act
     on 1/ρ in verl; here they become [1/hi, 1/lo] on ρ, which accepts the same.
-    `loss_mode` gspo, cispo and gpg (REINFORCE) are objectives; in bypass mode verl runs its own loss whatever it says.
+    `loss_mode` gspo, cispo, sapo, geo_mean (GMPO) and gpg (REINFORCE) are objectives; in bypass mode verl runs its own
+    loss whatever it says. sapo and geo_mean are seq-mean-token-mean in verl, whatever `loss_agg_mode` says.
     Raises: ValueError naming an unknown key or a contradiction. Warns: MismatchWarning for what has no effect.
     """
     given = known_only(_verl_settings(mapping), (*_VERL_BLOCK_KEYS, *_VERL_ACTOR_KEYS), "verl key")
@@ -264,7 +267,8 @@ def verl_clip(given: Mapping[str, Any], objective: str) -> dict[str, Any]:
         eps_clip_high=clip if high is None else high,
     )
     dual = present(dual_clip=given.get("clip_ratio_c"))
-    return {"ppo": bounds_ | dual, "reinforce": {}}.get(objective, bounds_)
+    gate = present(**{ours: given.get(theirs) for theirs, ours in GATE.items()})
+    return {"ppo": bounds_ | dual, "sapo": gate, "reinforce": {}}.get(objective, bounds_)
 
 
 def _verl_actor(given: Mapping[str, Any], objective: str) -> dict[str, Any]:
@@ -283,6 +287,10 @@ def _verl_actor(given: Mapping[str, Any], objective: str) -> dict[str, Any]:
             raise unknown("kl_loss_type", kind, _VERL_KL)
         data["terms"] |= {"kl_coef": coefficient, "kl_type": _VERL_KL[kind]}
     mode = given.get("loss_agg_mode")
+    if objective in ("sapo", "gmpo"):
+        if mode not in (None, "seq-mean-token-mean"):
+            note(f"loss_agg_mode {mode} changes nothing under loss_mode {given['loss_mode']}, in verl as here.")
+        return data | {"aggregation": "seq-mean-token-mean"}
     if mode == "seq-mean-token-sum-norm":
         if given.get("loss_scale_factor") is None:
             raise ValueError(f"loss_agg_mode {mode} has no padded length to divide by here: give loss_scale_factor.")

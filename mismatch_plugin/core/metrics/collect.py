@@ -18,6 +18,7 @@ from mismatch_plugin.core.correction_state import CorrectionState, any_of
 from mismatch_plugin.core.host import largest, on_host
 from mismatch_plugin.core.metrics.full import full_diagnostics
 from mismatch_plugin.core.metrics.state import Statistics
+from mismatch_plugin.core.rejection import budget_histogram
 from mismatch_plugin.core.segments import Column, bounded_exp
 from mismatch_plugin.core.units import ActingBounds, center, unit_log_ratio
 from mismatch_plugin.core.validity import KINDS
@@ -111,6 +112,12 @@ def collect_statistics(state: CorrectionState, counts_sequences: bool) -> Statis
     if state.tokens.code is not None:
         names += [f"invalid_{kind}" for kind in KINDS]
         values.append(state.tokens.count_kinds())
+    for criterion in state.config.budgets:
+        tokens = state.tokens.padding.logical_not() if criterion.judges_tokens else has
+        judged = state.judged.values(criterion) if criterion.judges_tokens else state.values_N[criterion.name]
+        counts = budget_histogram(judged, tokens)
+        names += _indexed(f"budget_{criterion.name}", len(counts))
+        values.append(counts if counts_sequences or criterion.judges_tokens else torch.zeros_like(counts))
     if state.measured and state.config.metrics == "full":
         sums, extra = full_diagnostics(state, counts_sequences)
         for name, value in extra.items():

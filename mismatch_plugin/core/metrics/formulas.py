@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import torch
+
 from mismatch_plugin.core.metrics import full
+from mismatch_plugin.core.rejection import BUDGET_LAST, budget_threshold
 from mismatch_plugin.core.units import acting_bounds, center
 from mismatch_plugin.limits import SAFETY_BOUND
 
@@ -226,6 +229,14 @@ def criterion_extremes(s: State, sign: str) -> dict[str, float]:
         value = s.maximum(sign + name)
         values[criterion.name] = log_extreme(s, name, sign) if criterion.in_log_space else -value if sign else value
     return values
+
+
+def thresholds(s: State) -> dict[str, float]:
+    """The upper bound that each budget gives the next step; 1e12 where nothing is to be rejected."""
+    budgets = [criterion for criterion in s.config.budgets if s.has(f"budget_{criterion.name}")]
+    counts = [torch.tensor(s.vector(f"budget_{criterion.name}"), dtype=torch.float64) for criterion in budgets]
+    bounds = [float(budget_threshold(*each)) for each in zip(counts, budgets, strict=True)]
+    return {criterion.name: min(bound, BUDGET_LAST) for criterion, bound in zip(budgets, bounds, strict=True)}
 
 
 def quantiles(s: State) -> dict[str, float]:

@@ -133,9 +133,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout_is_eff_sample_size", "(mean c)² / mean c², c = ρ clamped to [1/hi, hi], so at least .64 at hi = 2: "
            "for comparison with other dashboards", "tokens", "clamped", f.effective_sample_size, unit="share",
            place="clamped ratio"),
-    Metric("rollout_is_ratio_fraction_high", "share above the bound that acts: the weights', else the first ratio "
-           "criterion's, else a TIS bound from preset or hand", f.BOUND_UNITS, "high", Mean("high"),
-           unit="share"),
+    Metric("rollout_is_ratio_fraction_high", "share above the bound that acts: the weights' (unless the sign of A "
+           "decides), else the first ratio criterion's, else a TIS bound from preset or hand", f.BOUND_UNITS, "high",
+           Mean("high"), unit="share"),
     Metric("rollout_is_ratio_fraction_low", "share below it", f.BOUND_UNITS, "low", Mean("low"), unit="share"),
     Metric("rollout_is_seq_mean", "mean of each sequence's mean ρ (rollout_is_mean where lengths are equal)",
            "sequences", "ratio",
@@ -195,6 +195,8 @@ METRICS: tuple[Metric, ...] = (
            lambda s: f.criterion_extremes(s, ""), merges="max", level="full"),
     Metric("rollout_rs_{criterion}_min", "its smallest value", "criterion's units", "one",
            lambda s: f.criterion_extremes(s, "-"), merges="max", level="full"),
+    Metric("rollout_rs_{criterion}_threshold", "upper bound that a criterion's budget gives the next step; 1e12 where "
+           "it rejects nothing", "step", "one", f.thresholds),
     Metric("rollout_is_veto_fraction", "share vetoed", "sequences", "one",
            Mean(lambda s: s.sums.get("vetoed@sequences", 0.0)), unit="share", place="correction"),
     Metric("rollout_is_catastrophic_token_fraction", "share with the judged policy's ρ below the veto threshold",

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.core.gate import check_gate
+from mismatch_plugin.core.rejection import BUDGET_BINS, budget_threshold
 from mismatch_plugin.core.validity import Locator, invalid_error, stopping_kinds
 from mismatch_plugin.core.weights import batch_factor
 
@@ -84,6 +85,18 @@ class Statistics:
             return self.sums.new_ones(())
         measure = self.config.unit.measure
         return batch_factor(self.sum_of(f"weight_unit@{measure}"), self.sum_of(f"units@{measure}"))
+
+    def thresholds(self) -> dict[str, Tensor]:
+        """Criterion with a budget → the upper bound that the next step is to judge by (0-d float64, no sync).
+
+        Of statistics of the whole step, as `step_loss` gives them: pass it to `policy_loss` in the next one, and save
+        it with a checkpoint; a run that resumes without it begins with the bounds given.
+        """
+        found = {}
+        for criterion in self.config.budgets:
+            start = self.sum_names.index(f"budget_{criterion.name}[0]")
+            found[criterion.name] = budget_threshold(self.sums[start : start + BUDGET_BINS], criterion)
+        return found
 
     def k3_kl(self) -> Tensor:
         """What the gate judges: mean k3 of the measured tokens (0-d, float64, no sync).

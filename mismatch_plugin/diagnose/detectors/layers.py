@@ -20,6 +20,7 @@ from mismatch_plugin.diagnose.detectors.distance import logit_gap, z_score
 from mismatch_plugin.diagnose.findings import Finding
 from mismatch_plugin.diagnose.normal import LOGIT_GAPS
 from mismatch_plugin.diagnose.scorers import Checkpoint
+from mismatch_plugin.sglang.delivered import of_sums, sampled, sums
 
 MIN_SAMPLES, FAR_Z_SCORE = 8, 4.0
 NEAR_START, BEYOND_LABELS, IN_BETWEEN = 0.75, 0.35, (0.15, 0.75)
@@ -31,6 +32,8 @@ second: where it is not, the training side's own noise explains what is seen."""
 MIX_BUDGET, MIX_FITS_BETTER, PART_Z_SCORE = 2000, 0.85, 2.0
 """Response tokens that each mix scores. Below which share of its best rival's distance a mix must fit: layers of real
 servers gave 0.76 at mean |Δ log p| 0.02 under bf16; servers that are one step of four behind gave 1.02."""
+SAMPLED_ELEMENTS = 1 << 16
+"""Of each matrix, to tell what bfloat16 leaves of its change."""
 OLD_FIX = (
     "The servers still compute with old weights. Read what each update returned, on every rank, and compare POST "
     '/weights_checker {"action": "checksum"} before and after one. Look for names that the server does not know (a '
@@ -163,6 +166,7 @@ class Mix:
     """Log-probs under a model that has some tensors from the start and the rest from now, both in float32.
 
     parts: how the model may be divided: name of a part → its parameters that differ, by layer and by kind of tensor.
+    delivered: what bfloat16 leaves of the change from the start to now; None where nothing changed.
 
     Raises InputError where the two checkpoints have other parameters.
     """
@@ -179,7 +183,11 @@ class Mix:
             )
         by_layer: dict[str, tuple[str, ...]] = defaultdict(tuple)
         by_kind: dict[str, tuple[str, ...]] = defaultdict(tuple)
+        change = torch.zeros(5, dtype=torch.float64)
         for name, value in self._own.items():
+            if value.dim() > 1:
+                before, after = (sampled(side[name], SAMPLED_ELEMENTS) for side in (self._start, self._own))
+                change += sums(before, after, torch.bfloat16, weight=value.numel() / len(after))
             if torch.equal(value, self._start[name]):
                 continue
             layer = kind = "final norm" if "norm" in name or "ln_f" in name else "embeddings"
@@ -190,6 +198,7 @@ class Mix:
             by_layer[layer] += (name,)
             by_kind[kind] += (name,)
         self.parts = (dict(by_layer), dict(by_kind))
+        self.delivered = of_sums(change)
 
     def log_probs(self, sample: Sample, from_start: Collection[str]) -> Floats:
         """[n]. from_start: names of parameters; all others are from now."""

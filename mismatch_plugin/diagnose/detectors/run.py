@@ -10,6 +10,7 @@ from mismatch_plugin.diagnose.detectors import (
     alignment,
     distribution,
     numbers,
+    routing,
     served,
     served_weights,
     size,
@@ -60,11 +61,13 @@ TOLD = (  # What servers tell of themselves is no statistics: it is named before
     )),
     Detector(served.find_stale_cache, (
         Fault("stale_cache",
-              "keys and values of older weights were reused under a new version: the cache was not flushed", PLUGIN),
+              "keys and values of older weights were reused under a new version: the cache was not flushed",
+              f"{PLUGIN}; else samples with `cached_tokens` are further off than those without"),
     )),
     Detector(served.find_rounded_updates, (
         Fault("update_lost_in_precision",
-              "an update changed few elements, since bfloat16 rounds small steps away", PLUGIN),
+              "an update changed few elements, since bfloat16 rounds small steps away",
+              f"{PLUGIN}; else both checkpoints"),
     )),
     Detector(served.find_settings, (
         Fault("server_differs", "a running server has other weights, precision or version",
@@ -81,6 +84,11 @@ STAGES: tuple[tuple[Detector, ...], ...] = (
             Fault("cloned_group", "responses of one group that are the same, at a temperature above 0",
                   "ids, and how unlikely"),
         ), alone=True),
+        Detector(routing.find_replay, (
+            Fault("replay_off", "experts that the trainer replays are not those of the rollout: shifted by one, filled "
+                  "in, of another run", "`routed_experts` and `trained_experts` of the records, or the routers of "
+                  "`--checkpoint`", True),
+        )),
         Detector(numbers.find_null_eos, (
             Fault("eos_appended", "the trainer appended an end token that nobody sampled",
                   "null, 0.0 or one token more at the end"),
@@ -146,6 +154,7 @@ STAGES: tuple[tuple[Detector, ...], ...] = (
             Fault("mixed_versions", "weights changed inside a response, or servers differ", "recorded versions"),
             Fault("staleness", "sampled by weights too many steps behind", "recorded versions", True),
         ), alone=True),
+        Detector(weights.find_cached_further, unless=(*_OTHER_TEXT, *_OLD_WEIGHTS)),
         Detector(weights.find_stale_server, (
             Fault("stale_server", "one server or worker is behind",
                   f"{PLUGIN}; its samples lie further off than others'", True),
@@ -157,7 +166,7 @@ STAGES: tuple[tuple[Detector, ...], ...] = (
             Fault("weights_partly_updated", "only some layers arrived",
                   f"{PLUGIN}; a mix of both checkpoints' layers fits best", True),
         ), unless=(*_OTHER_TEXT, *_OLD_WEIGHTS)),
-        Detector(weights.find_split, unless=(*_OTHER_TEXT, *_OLD_WEIGHTS)),
+        Detector(weights.find_split, unless=(*_OTHER_TEXT, *_OLD_WEIGHTS, "stale_cache")),
     ),
     (  # What is left: the size of the gap, where nothing above explains it.
         Detector(size.find_size, (

@@ -242,7 +242,8 @@ def find_stale_cache(batch: Batch) -> Outcome:
 
 
 def find_rounded_updates(batch: Batch) -> Outcome:
-    """The last update changed all matrices and few elements: bfloat16 rounded away the steps of the others. A note."""
+    """The last update changed all matrices and few elements: bfloat16 rounded away the steps of the others. A note. By
+    the servers' word, else by both checkpoints."""
     found = [
         (sample, served, update.changed_elements)
         for sample, served in _told(batch)
@@ -250,15 +251,25 @@ def find_rounded_updates(batch: Batch) -> Outcome:
         if (update := served.update) is not None and update.changed_elements is not None
         if update.changed_matrices == update.matrices and update.changed_elements < FEW_ELEMENTS
     ]
-    if not found:
+    wider = any(sample.served is not None and sample.served.dtype != "bfloat16" for sample in batch)
+    change = None if batch.between is None or wider else batch.between.delivered
+    if found:
+        samples, least = [sample for sample, *_ in found], min(share for *_, share in found)
+        evidence = (
+            f"The last update of {few(served.worker for _, served, _ in found)} changed {least:.2%} of the elements: "
+            f"bfloat16 rounded away the others' steps. Below {FEW_ELEMENTS:.0%} the change that serves has a cosine of "
+            f"about .12 or less with the one that was trained."
+        )
+    elif change is not None and change.changed < FEW_ELEMENTS:
+        samples, least = batch.samples, change.changed
+        evidence = (
+            f"Between both checkpoints {least:.2%} of the matrices' elements change in bfloat16, which rounds the "
+            f"others away: what it delivers has a cosine of {change.cosine:.2f} with the change that was trained, and "
+            f"{change.norm_ratio:.2g} times its norm."
+        )
+    else:
         return [], batch
-    least = min(share for *_, share in found)
-    evidence = (
-        f"The last update of {few(served.worker for _, served, _ in found)} changed {least:.2%} of the elements: "
-        f"bfloat16 rounded away the others' steps. Below {FEW_ELEMENTS:.0%} the change that serves has a cosine of "
-        f"about .12 or less with the one that was trained."
-    )
-    samples, about = [sample for sample, *_ in found], {"statistics": {"changed_elements": least}, "severity": "note"}
+    about = {"statistics": {"changed_elements": least}, "severity": "note"}
     return [batch.finding("update_lost_in_precision", "rollout", evidence, ROUNDED_FIX, samples, **about)], batch
 
 

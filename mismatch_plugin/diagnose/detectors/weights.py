@@ -15,7 +15,7 @@ from mismatch_plugin.data.versions import INITIAL_VERSION, version_number
 from mismatch_plugin.diagnose.batch import Batch, Outcome, median
 from mismatch_plugin.diagnose.detectors.distance import logit_gap, rank_correlation
 from mismatch_plugin.diagnose.detectors.layers import OLD_FIX, find_start, versions_of
-from mismatch_plugin.diagnose.detectors.served import few, weights_agree
+from mismatch_plugin.diagnose.detectors.served import CACHE_FIX, few, weights_agree
 from mismatch_plugin.diagnose.detectors.size import UNRELATED
 from mismatch_plugin.diagnose.findings import Finding, Item, Undecided, called, place_of
 from mismatch_plugin.diagnose.normal import LOGIT_GAPS
@@ -113,6 +113,29 @@ def _furthest(batch: Batch, groups: dict[Hashable, Scored]) -> Finding | None:
         "confidence": "likely" if clear else "possible",
     }
     return batch.finding("stale_server", "rollout", evidence, BEHIND_FIX.format(which=names), samples, **about)
+
+
+def find_cached_further(batch: Batch) -> Outcome:
+    """Without the plugin's word: samples whose prompts came out of the cache lie clearly further off than the others of
+    one version and temperature."""
+    told = [(sample, gap) for sample, gap in score(batch) if sample.cached_tokens is not None]
+    samples = [sample for sample, _ in told if sample.cached_tokens]
+    if min(len(samples), len(told) - len(samples)) < MIN_SAMPLES:
+        return [], batch
+    far, near = (
+        np.array([gap for sample, gap in told if bool(sample.cached_tokens) == flag]) for flag in (True, False)
+    )
+    (area, p), ratio = mann_whitney(far, near), float(np.median(far) / np.median(near))
+    if p > LARGEST_P or area < PAIRS_FURTHER or ratio < CLEAR_RATIO or np.median(far) < PRECISION:
+        return [], batch
+    evidence = (
+        f"{len(samples)} samples with a cached prompt lie {ratio:.2g} times as far from the training side as "
+        f"{len(near)} without, under the same versions and temperature (in {area:.0%} of pairs, "
+        f"p = {p:.1g}): as if older weights had filled the cache."
+    )
+    about = {"of_samples": len(told), "statistics": {"ratio": ratio, "area": area, "p": p}, "confidence": "possible"}
+    fix = f"{CACHE_FIX} The SGLang plugin of this package tells which weights made each cached token."
+    return [batch.finding("stale_cache", "rollout", evidence, fix, samples, **about)], batch
 
 
 def find_split(batch: Batch) -> Outcome:

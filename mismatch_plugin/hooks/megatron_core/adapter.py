@@ -11,7 +11,7 @@ metrics = hook.metrics()                                        # {} but on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -98,6 +98,8 @@ class MegatronLoss:
         self.step: Step | None = None
         self.micro_batches = 0
         self.finished: Statistics | None = None
+        self.thresholds: Mapping[str, Tensor] | None = None
+        """Of the step before, on the last pipeline stage; to be saved and set again where a run resumes."""
         self._finalize: Callable[..., Any] | None = model_config.finalize_model_grads_func
         model_config.finalize_model_grads_func = self.finalize_model_grads
 
@@ -120,7 +122,8 @@ class MegatronLoss:
         """
         self.step, self.finished, self.micro_batches = None, None, len(batches)
         fed = sum(self._fed_tokens(batch) for batch in batches) if self.extra_losses else 0
-        step, packed = Step(self.config, self.groups), [_packed(batch) for batch in batches]
+        step = Step(self.config, self.groups, self.thresholds)
+        packed = [_packed(batch) for batch in batches]
         step.start(packed, calculate_per_token_loss=self.per_token, extra_losses=tuple(self.extra_losses))
         if self.needs_totals:
             refusal = ""
@@ -254,6 +257,7 @@ class MegatronLoss:
         outcome = self._finalize(model, *args, **kwargs)
         step, self.step = self.step, None
         self.finished = end_step(step, self.config, self.groups, model, self.step_number())
+        self.thresholds = None if self.finished is None else self.finished.thresholds()
         return outcome
 
     @property

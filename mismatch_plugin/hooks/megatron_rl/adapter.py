@@ -181,7 +181,9 @@ def calculate_grpo_loss(
         seq_lengths=seq_lengths,
     )
     clip = Clip(clamp_eps_lower, clamp_eps_upper, kl_beta, entropy_weight)
-    terms, statistics = grpo_terms(current_logprobs, ref_logprobs, packed, config, clip, RUN.step.factor(config))
+    terms, statistics = grpo_terms(
+        current_logprobs, ref_logprobs, packed, config, clip, RUN.step.factor(config), RUN.step.thresholds
+    )
     if torch.is_grad_enabled():
         RUN.step.add(statistics)
     return terms

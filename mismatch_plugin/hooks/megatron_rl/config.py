@@ -35,7 +35,7 @@ def settings(args: Namespace) -> MismatchConfig:
     terms = {"kl_coef": kl, "kl_type": "k3" if kl else None, "entropy_coef": entropy}
     coefficient = getattr(args, "rl_importance_sampling_truncation_coef", None)
     sections = {
-        "ppo": {} if config.policy_objective == "reinforce" else {"eps_clip_low": low, "eps_clip_high": high},
+        "ppo": {} if config.ratio_bounds is None else {"eps_clip_low": low, "eps_clip_high": high},
         "terms": terms,
         "tis": {"upper_bound": coefficient},
     }

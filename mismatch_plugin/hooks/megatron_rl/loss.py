@@ -7,7 +7,7 @@ by the trained tokens), so what is computed here is one loss a token, 0 where co
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -127,6 +127,7 @@ def grpo_terms(
     config: MismatchConfig,
     clip: Clip,
     batch_factor: Tensor | float | None = None,
+    thresholds: Mapping[str, Tensor] | None = None,
 ) -> tuple[GrpoTerms, Statistics]:
     """Per-token loss of the algorithm that the two flags choose, with Megatron's KL and entropy terms.
 
@@ -141,9 +142,8 @@ def grpo_terms(
     ppo = config.ppo.model_copy(update={"eps_clip_low": eps_low, "eps_clip_high": clip.eps_upper})
     terms = {"kl_coef": clip.kl_beta, "kl_type": "k3", "entropy_coef": 0.0}
     config = config.model_copy(update={"ppo": ppo, "terms": config.terms.model_copy(update=terms)})
-    token = token_loss(
-        log_probs.reshape(-1), packed.replace(ref_log_probs=_widen(ref)), config, batch_factor=batch_factor
-    )
+    widened = packed.replace(ref_log_probs=_widen(ref))
+    token = token_loss(log_probs.reshape(-1), widened, config, batch_factor=batch_factor, thresholds=thresholds)
     log_p = token.log_probs
     entropy = -log_p.exp() * log_p  # Megatron's own estimator, of the sampled token alone
     kl = token.kl()
@@ -151,7 +151,7 @@ def grpo_terms(
     low, high, log_r = 1.0 - clip.eps_lower, 1.0 + clip.eps_upper, token.log_r
     if log_r is None:  # REINFORCE: no clip, and in algorithm 3 a weight
         weighs = config.use_rollout_log_probs
-        low, high = (config.tis.lower, config.tis.upper) if weighs else (0.0, math.inf)
+        low, high = (config.tis.lower, config.tis.upper) if weighs and not config.weighs_by_sign else (0.0, math.inf)
         anchor = token.correction.tokens.rollout if weighs else packed.old_log_probs
         assert anchor is not None  # `pack` gives both
         log_r = torch.where(token.selected, log_p - anchor, 0.0)

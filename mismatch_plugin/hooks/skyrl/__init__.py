@@ -101,7 +101,8 @@ def settings(cfg: Any, given: MismatchConfig | Mapping[str, Any] | str) -> Misma
         )
     ours, base = given_settings(given)
     both, decided = merge(base, ours), dict[str, Any](denominator="original")
-    if not (both.get("use_tis") and both.get("use_rollout_log_probs")):  # REINFORCE has no clip
+    reinforce = both.get("use_tis") and both.get("use_rollout_log_probs")
+    if not reinforce and both.get("objective") != "sapo":  # these have no clip
         low, high = algorithm.eps_clip_low, algorithm.eps_clip_high
         if both.get("objective") == "cispo":
             low, high = algorithm.cispo.cispo_eps_clip_low, algorithm.cispo.cispo_eps_clip_high

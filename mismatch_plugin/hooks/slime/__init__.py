@@ -69,7 +69,8 @@ class SlimeAdapter(RayAdapter):
         """
         config = self.config(args)
         validate_groups(args, config, self.name)
-        found, self.run.rollout_metrics = rollout_advantages(args, rollout_data, config, self.groups, self.versions)
+        found, metrics = rollout_advantages(args, rollout_data, config, self.groups, self.versions)
+        self.run.rollout_metrics.update(metrics)
         shapes = rollout_data["kl"]
         rollout_data["advantages"] = [
             torch.full_like(like, value) for like, value in zip(shapes, found.tolist(), strict=True)

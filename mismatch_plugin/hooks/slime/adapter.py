@@ -59,7 +59,7 @@ class RayAdapter(ABC):
         self.host = HOSTS[self.name]
         hooks = set_hook(self.name, "before_train_step", "rollout_data_postprocess")
         self.run = MegatronStep(self._log_step, writes=self.writes, whole_steps=hooks)
-        self.versions, self.updates = Versions(self.name), WeightUpdates(self.name)
+        self.versions, self.updates = Versions(self.name), WeightUpdates(self.name, self.run.rollout_metrics)
         self._args: Namespace | None = None
         self._configs: dict[bool | None, MismatchConfig] = {}
 
@@ -179,7 +179,7 @@ class RayAdapter(ABC):
             rollout_log_probs=rollout_log_probs,
         )
         packed = self.versions.on(packed, config, loss_masks)
-        correction = correct(packed, config, self.groups, self.run.factor(config))
+        correction = correct(packed, config, self.groups, self.run.factor(config), thresholds=self.run.thresholds)
         loss = self.run.record(correction.applied_to(pg_loss), correction, config, loss_masks)
         if config.rejects and getattr(args, REDUCER, None):
             loss_masks = without_rejected(loss_masks, correction.keep, packed, self.groups)
@@ -225,7 +225,9 @@ class RayAdapter(ABC):
             entropy=entropy,
         )
         packed = self.versions.on(packed, config, batch["loss_masks"])
-        token = token_loss(torch.cat(log_probs), packed, config, self.groups, self.run.factor(config))
+        token = token_loss(
+            torch.cat(log_probs), packed, config, self.groups, self.run.factor(config), thresholds=self.run.thresholds
+        )
         policy = self.run.record(token.policy, token.correction, config, batch["loss_masks"])
         pg_loss = loss = self._policy_reducer(args, batch, token, reduce)(policy)
         report: dict[str, Tensor] = {}

@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 
 from mismatch_plugin.config.settings import VerifyWeights
+from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.hooks.base import wrap_once
+from mismatch_plugin.sglang.delivered import MasterWeights, of_sums
 from mismatch_plugin.sglang.fingerprints import STAGES_S, SentWeights, WeightUpdateError, settled, states_of
 
 logger = logging.getLogger("mismatch_plugin")
@@ -57,10 +59,13 @@ class Verdict:
 
 class WeightUpdates:
     """The updates of one training process. host: its name. fingerprint: verified after the last update, until the
-    weights have trained on; None where it was not. version: what the servers call them."""
+    weights have trained on; None where it was not. version: what the servers call them. metrics: what the steps report,
+    here of the change that an update delivers in the dtype that is sent (`sglang.delivered`)."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, metrics: dict[str, float] | None = None) -> None:
         self.host = host
+        self.metrics = {} if metrics is None else metrics
+        self._masters = MasterWeights()
         self.fingerprint: str | None = None
         self.version: str | None = None
         self._mode: VerifyWeights = "off"
@@ -104,9 +109,13 @@ class WeightUpdates:
 
     def _verifying(self, own: Any, updater: Any, *args: Any, **kwargs: Any) -> Any:
         self.fingerprint = None
+        group = import_module(f"{self.host}.utils.distributed_utils").get_gloo_group()
+        change = self._masters.changed(getattr(updater, "model", ())).cpu()
+        dist.all_reduce(change, group=group)
+        if (delivered := of_sums(change)) is not None:
+            self.metrics.update({f"{PREFIX}weight_update_{name}": value for name, value in delivered._asdict().items()})
         if self._mode == "off":
             return own(updater, *args, **kwargs)
-        group = import_module(f"{self.host}.utils.distributed_utils").get_gloo_group()
         # Ranks that send the same as others need not digest it, too; theirs is never asked for.
         sent = self._sent = SentWeights() if _sends(updater, group) else None
         self._failed = ""

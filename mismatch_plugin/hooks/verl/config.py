@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from mismatch_plugin.config import ALGORITHM_NAMES, MismatchConfig
-from mismatch_plugin.config.compat.verl import CLIP, CORRECTION, OBJECTIVES, SPELLED, from_verl, verl_clip
+from mismatch_plugin.config.compat.verl import CLIP, CORRECTION, GATE, OBJECTIVES, SPELLED, from_verl, verl_clip
 from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.values import get_path, ignore_mismatch_warnings, merge
 from mismatch_plugin.data.sampling import filter_bias
@@ -174,7 +174,7 @@ def _parts(host_config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
             raise ValueError(f"the workers do not see {RC}: add {REFERENCE_LINE} (loss_mode {LOSS_NAME} reads it).")
     else:
         block, actor = host_config, {}
-    chosen = {key: actor.get(key) for key in CLIP if actor.get(key) is not None}
+    chosen = {key: actor.get(key) for key in (*CLIP, *GATE) if actor.get(key) is not None}
     mode = (actor.get("policy_loss") or {}).get("loss_mode")
     if mode in OBJECTIVES and mode != "vanilla":  # verl's default, next to which ours may choose
         chosen["loss_mode"] = mode

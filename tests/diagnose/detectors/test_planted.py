@@ -282,6 +282,6 @@ def test_table_of_hits_and_false_alarms(
     assert table in page.read_text(encoding="utf-8"), "the table of docs/inspect.md is another: copy the one above"
     # Told by servers, or of groups: test_servers.py, test_served.py, test_sampler.py.
     elsewhere = {"server_differs", "label_reused", "other_weights"}
-    elsewhere |= {"stale_cache", "update_lost_in_precision", "cloned_group"}
+    elsewhere |= {"stale_cache", "update_lost_in_precision", "cloned_group", "replay_off"}
     assert {case.fault for case in CASES} | set(SERVED.values()) | elsewhere == set(FAULTS)
     assert sum(alarms.values()) == 0

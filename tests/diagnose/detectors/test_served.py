@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,12 @@ from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.data.served import LastUpdate, Served, ServedKV, ServedWeights
 from mismatch_plugin.data.versions import WeightSpan
 from mismatch_plugin.diagnose.batch import make_batch
+from mismatch_plugin.diagnose.detectors.layers import Mix
 from mismatch_plugin.diagnose.detectors.run import check_batch
 from mismatch_plugin.diagnose.findings import CheckResult
+from mismatch_plugin.diagnose.scorers import Checkpoint
+from mismatch_plugin.sglang.delivered import of_sums, sums
+from tests.fixtures.families import build_family
 
 N = 8
 Span = tuple[str | None, int, int]
@@ -390,6 +395,29 @@ def test_what_the_note_says_of_shares_and_cosines(step: float, share: float, cos
     delivered = (weights + intended).bfloat16().float() - weights.bfloat16().float()
     assert float((delivered != 0).float().mean()) == pytest.approx(share, abs=0.005)
     assert float(torch.cosine_similarity(delivered, intended, dim=0)) == pytest.approx(cosine, abs=0.006)
+    found = of_sums(sums(weights, weights + intended, torch.bfloat16))
+    assert found is not None and found.changed == pytest.approx(share, abs=0.005)
+    assert found.cosine == pytest.approx(cosine, abs=0.006)
+    assert found.norm_ratio == pytest.approx(float(delivered.norm() / intended.norm()), rel=0.02)
+    assert of_sums(sums(weights, weights, torch.bfloat16)) is None
+
+
+@pytest.mark.parametrize(("step", "noted"), [(1e-6, True), (1e-4, False), (0.0, False)])
+def test_two_checkpoints_show_what_bfloat16_delivers(tmp_path: Path, step: float, noted: bool):
+    start = build_family("qwen3", 0)
+    start.save_pretrained(tmp_path / "start")
+    draw = torch.Generator().manual_seed(1)
+    for parameter in start.parameters():
+        parameter.data.mul_(1 + 30 * step * torch.randn(parameter.shape, generator=draw).sign())
+    start.save_pretrained(tmp_path / "now")
+    between = Mix(Checkpoint(tmp_path / "now"), Checkpoint(tmp_path / "start"))
+    batch = replace(make_batch([record(last=None)]), between=between)
+    found = [item for item in check_batch(batch).findings if item.fault == "update_lost_in_precision"]
+    assert [item.severity for item in found] == ["note"] * noted
+    if noted:
+        assert "Between both checkpoints" in found[0].evidence and "cosine of 0." in found[0].evidence
+    wide = replace(make_batch([record(last=None, dtype="float32")]), between=between)
+    assert check_batch(wide).findings == ()
 
 
 def group(ids: list[list[int]], log_prob: float = -1.0, **asked: Any) -> list[Sample]:

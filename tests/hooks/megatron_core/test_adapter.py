@@ -61,7 +61,7 @@ FACTORS: dict[str, list[Any]] = {
         {"kl_coef": 0.1, "kl_type": "k3"},
         {"rollout_kl_coef": 0.5, "rollout_kl_type": "k3"},
     ],
-    "objective": ["ppo", "gspo", "cispo", "reinforce"],
+    "objective": ["ppo", "gspo", "cispo", "gmpo", "reinforce"],
     "microbatches": [1, 4],
     "form": ["thd", "bshd"],
     "fused_head": [False, True],
@@ -135,7 +135,9 @@ def runs() -> list[tuple[dict[str, Any], Run]]:
     ]
     chosen: list[tuple[dict[str, Any], Run]] = []
     seen: set[Any] = set()
-    for index, core in enumerate([*cores, *cores, *cores[:1], *cores[3:8], *parts]):  # with objectives more to pair
+    for index, core in enumerate(
+        [*cores, *cores, *(cores[:1] * 2), *cores[3:8], *parts]
+    ):  # with objectives more to pair
         options = [
             dict(zip(FACTORS, values, strict=True)) for values in product(*(range(len(v)) for v in FACTORS.values()))
         ]

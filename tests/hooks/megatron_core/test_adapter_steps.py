@@ -275,3 +275,24 @@ def test_the_scale_of_expert_losses_needs_the_fed_tokens() -> None:
     )
     with pytest.raises(ValueError, match="pass MegatronBatch"):
         hook.start([packed])
+
+
+def test_a_budget_goes_from_step_to_step() -> None:
+    """The first step has the bound as written, which rejects all but the token that is equal; the next keep half."""
+    config = mp.MismatchConfig.build({"rs": {"criteria": ["token:k2:1e-30:share=0.5"]}})
+    model = SimpleNamespace(**MODEL | {"finalize_model_grads_func": lambda *_, **__: None})
+    hook, chunk = MegatronLoss(config, model, ParallelGroups()), torch.nn.Linear(1, 1)
+    old = torch.tensor([-1.0, -2.0, -3.0, -4.0])
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=[old - torch.tensor([0.0, 0.1, 0.2, 0.3])],
+        old_log_probs=[old],
+        loss_masks=[[1] * 4],
+        advantages=[torch.tensor(1.0)],
+    )
+    kept = []
+    for _ in range(3):
+        hook.start([packed])
+        hook.from_log_probs(old.clone().requires_grad_(), packed)
+        hook.finalize_model_grads([chunk])
+        kept.append(hook.metrics()["rollout_corr/accepted_token_fraction"])
+    assert kept == [0.25, 0.5, 0.5]

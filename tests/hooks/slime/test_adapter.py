@@ -347,3 +347,30 @@ def test_a_critic_s_steps_are_left_alone():
     before = model.config.finalize_model_grads_func
     slime.before_train_step(arguments(**ours(2), loss_type="value_loss"), 0, 0, [model], None, None)
     assert model.config.finalize_model_grads_func is before
+
+
+@pytest.mark.parametrize("algorithm", [0, 1])
+def test_a_budget_goes_from_step_to_step(algorithm: int):
+    """The first step has the bound as written, which rejects all; the next keep what the share leaves."""
+    way = custom("slime") if algorithm else hooked("slime")
+    args = arguments(**way, **ours(algorithm, rs={"criteria": ["token:k2:1e-30:share=0.3"]}))
+    sample, kept = samples()[0], []
+    slime.ADAPTER.log = lambda args, metrics: None
+    for step in range(3):
+        model = Model()
+        slime.before_train_step(args, step, 0, [model], None, None)
+        if algorithm:
+            batch = {name: [values] for name, values in sample.rows.items()}
+            batch |= {"total_lengths": [sample.total], "response_lengths": [sample.response]}
+            slime.ADAPTER.loss(args, batch, [sample.log_probs], None, lambda values: values.sum())
+        else:
+            call_tis(args, [sample.rows["rollout_log_probs"]])
+        model.config.finalize_model_grads_func([model])
+        kept.append(slime.ADAPTER.run.metrics["rollout_corr/accepted_token_fraction"])
+    assert kept[0] == 0.0 and 0.7 <= kept[1] < 1.0 and kept[2] == kept[1]
+
+
+def test_a_budget_without_steps_says_which_hooks_to_set():
+    args = arguments(**hooked("slime"), **ours(0, rs={"criteria": ["token:k2:0.1:share=0.3"]}))
+    with pytest.raises(ValueError, match=r"a budget of rs.criteria reads the step before.*before-train-step-hook-path"):
+        call_tis(args, [samples()[0].rows["rollout_log_probs"]])

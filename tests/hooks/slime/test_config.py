@@ -111,7 +111,7 @@ MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ours(2, rs={"policy": "current", "veto_threshold": 0.1}),
         "cannot run --rs-policy current: .* does not pass π_θ on.* set --loss-type custom_loss",
     ),
-    (HOOK, ours(0, rs={"criteria": ["token:tv:0.1@away"]}), "--rs-criterion token_tv_away: .* not pass advantages on"),
+    (HOOK, ours(0, rs={"criteria": ["token:tv:0.1@away"]}), "criterion token_tv_away: .* not pass advantages on"),
     (HOOK, ours(2, terms={"rollout_kl_coef": 0.1}), "--mismatch-rollout-kl-coef: slime's policy_loss adds no such"),
     (HOOK, {**ours(2, terms={"kl_importance_weighted": True}), **KL}, "--mismatch-kl-importance-weighted: slime's"),
     (WHOLE, ours(0, rs={"veto_threshold": 0.1}) | {"use_opsm": True}, "the veto π_old: give --rs-policy current"),

@@ -197,6 +197,31 @@ def test_what_serves_is_what_was_sent(run: Run) -> None:
         assert run.updates.fingerprint == told(loaded(new))["fingerprint"]
 
 
+@pytest.mark.parametrize(("dtype", "step"), [(torch.bfloat16, 1e-6), (torch.bfloat16, 1e-3), (torch.float32, 1e-6)])
+def test_steps_report_what_an_update_delivers_of_the_masters_change(run: Run, dtype: torch.dtype, step: float) -> None:
+    """Of the matrices, whether or not a server has the plugin; a model that has no masters reports nothing."""
+    model = torch.nn.Linear(400, 300).to(dtype)
+    master = model.weight.detach().float()
+    setattr(model.weight, "main_param", master if dtype == torch.bfloat16 else None)  # noqa: B010
+    run.updates.watch(run.args, "error")
+    updater = run.updater(model=[model])
+    updater.update_weights({})
+    assert run.updates.metrics == {}  # nothing to compare with
+    before = master.clone()
+    master.add_(step * torch.randn(master.shape, generator=torch.Generator().manual_seed(0)).sign())
+    updater.update_weights({})
+    if dtype == torch.float32:
+        assert run.updates.metrics == {}
+        return
+    delivered = master.bfloat16().float() - before.bfloat16().float()
+    told = {name.removeprefix("rollout_corr/weight_update_"): value for name, value in run.updates.metrics.items()}
+    assert told["changed"] == pytest.approx(float((delivered != 0).float().mean()), abs=0.1)
+    cosine = float(torch.cosine_similarity(delivered.flatten(), (master - before).flatten(), dim=0))
+    assert told["cosine"] == pytest.approx(cosine, abs=0.1)
+    assert (told["cosine"] < 0.3) == (step < 1e-4)
+    assert told["norm_ratio"] == pytest.approx(float(delivered.norm() / (master - before).norm()), abs=0.1)
+
+
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [

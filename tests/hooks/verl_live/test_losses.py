@@ -122,6 +122,19 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+def test_sapo_in_the_block_equals_verl_s() -> None:
+    """Under seq-mean-token-mean, which verl's takes whatever is asked for; nothing of it is called clipped."""
+    config = actor(correction(mismatch={"objective": "sapo"}), tau_pos=0.7, tau_neg=1.4)
+    for seed in SEEDS:
+        arguments = {"old_log_prob": batch(seed)["old_log_probs"], "loss_agg_mode": "seq-mean-token-mean"}
+        theirs, mine = (
+            loss_and_gradient(get_policy_loss_fn(mode), batch(seed), config=config, **arguments)
+            for mode in ("sapo", "mismatch")
+        )
+        same(mine, theirs)
+        assert mine[1].abs().sum() > 0 and mine[2]["actor/pg_clipfrac"] == 0
+
+
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
 @pytest.mark.parametrize("mode", OBJECTIVES)
 @pytest.mark.parametrize("way", WAYS)
