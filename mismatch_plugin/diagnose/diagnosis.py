@@ -15,9 +15,9 @@ from mismatch_plugin.data.read import Dump, InputError, read
 from mismatch_plugin.data.versions import version_number
 from mismatch_plugin.diagnose.batch import DEFAULT_MAX_STALENESS, Batch, make_batch
 from mismatch_plugin.diagnose.detectors.layers import Mix
-from mismatch_plugin.diagnose.detectors.run import check_batch
+from mismatch_plugin.diagnose.detectors.run import FAULTS, check_batch
 from mismatch_plugin.diagnose.detectors.servers import compare_servers, workers_of
-from mismatch_plugin.diagnose.findings import FAULTS, CheckResult, Finding
+from mismatch_plugin.diagnose.findings import CheckResult, Finding
 from mismatch_plugin.diagnose.flags import config_of
 from mismatch_plugin.diagnose.levels import bounds_for, histograms
 from mismatch_plugin.diagnose.measure import figures_of, measure
