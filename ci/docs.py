@@ -13,6 +13,7 @@ import difflib
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ci.compare import TABLES as COMPARE
@@ -35,6 +36,7 @@ BLOCKS: dict[str, Callable[[], Table | Sentences]] = {
     "example": explain_table,
 }
 
+WIDEST = 120
 _BLOCK = re.compile(r"(?P<start><!-- generated: (?P<name>[\w-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 
 
@@ -45,9 +47,38 @@ def render(text: str) -> str:
         name = match["name"]
         if name not in BLOCKS:
             raise ValueError(f"generated block {name!r} is unknown: choose one of {', '.join(sorted(BLOCKS))}.")
-        return f"{match['start']}{BLOCKS[name]().to_markdown()}{match['end']}"
+        made = BLOCKS[name]()
+        table = made if isinstance(made, Sentences) else narrowed(made)
+        return f"{match['start']}{table.to_markdown()}{match['end']}"
 
     return _BLOCK.sub(block, text)
+
+
+def narrowed(table: Table) -> Table:
+    """Cells of at most WIDEST characters. What is longer goes on in a note below the table, under the row's name."""
+    rest: dict[str, list[str]] = {}
+    rows, first = [], [row[0] for row in table.rows]
+    name = 0 if len(set(first)) == len(first) else 1
+    for row in table.rows:
+        cells = [table.cell(header, text) for header, text in zip(table.headers, row, strict=True)]
+        for place, text in enumerate(cells):
+            if len(text) > WIDEST:
+                cells[place], more = _cut(text)
+                column = "" if table.headers[0] else f", {table.headers[place]}"  # of a table that compares columns
+                rest.setdefault(more, []).append(cells[name] + column)
+        rows.append(tuple(cells))
+    notes = (f"{', '.join(dict.fromkeys(names))}: {text}" for text, names in rest.items())
+    return replace(table, rows=tuple(rows), code=frozenset(), notes=(*notes, *table.notes))
+
+
+def _cut(text: str) -> tuple[str, str]:
+    """A long cell at a sentence, else at a clause, but never inside of code or brackets."""
+    for mark in (". ", "; ", ": ", ", "):
+        start = text.rfind(mark, 0, WIDEST - 4) + len(mark)
+        kept = text[:start]
+        if start > WIDEST // 4 and kept.count("`") % 2 == 0 and kept.count("(") == kept.count(")"):
+            return f"{kept.rstrip(' ;:,')} …", f"… {text[start:]}"
+    return "below", text
 
 
 def block_names(text: str) -> list[str]:

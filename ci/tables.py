@@ -16,7 +16,7 @@ from mismatch_plugin.config.flags import add_arguments
 from mismatch_plugin.core import health
 from mismatch_plugin.core.metrics.registry import PREFIX, metric_rows
 from mismatch_plugin.data.columns import NAMES
-from mismatch_plugin.diagnose.findings import FAULTS, FaultName
+from mismatch_plugin.diagnose.detectors.run import FAULTS
 from mismatch_plugin.diagnose.normal import normal_table
 from mismatch_plugin.diagnose.recommend import rules_table
 from mismatch_plugin.hooks.base import METHODS
@@ -53,80 +53,9 @@ def metrics_table() -> Table:
     return Table("Metrics", headers, rows, code=frozenset({"metric"}), notes=notes)
 
 
-# Fault → (what happened, what shows it).
-DETECTIONS: dict[FaultName, tuple[str, str]] = {
-    "missing": ("null in place of a log-prob", "the value"),
-    "nan": ("NaN", "the value"),
-    "infinite": ("+inf", "the value"),
-    "positive": ("a log-prob above 0", "the value"),
-    "floor": ("−inf or a clamp at a floor", "the value, and its repetition"),
-    "zero_fill": ("0.0 filled in where nothing came", "0.0 next to a far log-prob"),
-    "length": ("a list that is not as long as the response", "lengths"),
-    "token_ids": ("the trainer sees other response ids", "ids"),
-    "prompt_ids": ("the trainer sees another prompt", "ids"),
-    "eos_appended": ("the trainer appended an end token that nobody sampled", "null, 0.0 or one token more at the end"),
-    "boundary": ("the response is cut at another place", "a shift by 2 to 8 tokens fits better"),
-    "shift_by_one": ("log-probs of the next or previous token", "a shift by one fits better"),
-    "swapped_samples": ("log-probs of another sample", "another sample's fit better"),
-    "sign": ("losses in place of log-probs", "positive values"),
-    "probabilities": ("probabilities in place of log-probs", "values in (0, 1]"),
-    "log_base": ("logs of base 2 or 10", "one factor between the sides, at every size"),
-    "temperature": (
-        "only one side divides by the temperature",
-        "the server's plugin; slope of the gap over the log-prob; entropies; logits",
-    ),
-    "truncation": ("top-p, top-k or min-p on one side", "what is recorded; gaps of one sign; entropies; logits"),
-    "penalty": ("a repetition penalty on one side", "an offset on tokens that occurred before; logits"),
-    "token_offset": ("few ids with a bias, a ban or other embedding rows on one side", "their gap in every sample"),
-    "mixed_versions": ("weights changed inside a response, or servers differ", "recorded versions"),
-    "staleness": ("sampled by weights too many steps behind", "recorded versions"),
-    "weights_not_updated": (
-        "updates never reached the sampler, whatever its label says",
-        "the server's plugin; SGLang's label `default`; the sampler fits the start weights "
-        "(`--reference-checkpoint`); the gap grows with the version",
-    ),
-    "weights_partly_updated": (
-        "only some layers arrived",
-        "the server's plugin; a mix of both checkpoints' layers fits best",
-    ),
-    "stale_server": ("one server or worker is behind", "the server's plugin; its samples lie further off than others'"),
-    "server_differs": (
-        "a running server has other weights, precision or version",
-        "the server's plugin; rescoring, against `--checkpoint` and other `--url`",
-    ),
-    "label_reused": ("weights changed under one and the same version", "the server's plugin"),
-    "other_weights": (
-        "a server serves other weights than the trainer sent",
-        "the server's plugin, next to the trainer's `weight_fingerprint`",
-    ),
-    "stale_cache": (
-        "keys and values of older weights were reused under a new version: the cache was not flushed",
-        "the server's plugin; else samples with `cached_tokens` are further off than those without",
-    ),
-    "update_lost_in_precision": (
-        "an update changed few elements, since bfloat16 rounds small steps away",
-        "the server's plugin; else both checkpoints",
-    ),
-    "replay_off": (
-        "experts that the trainer replays are not those of the rollout: shifted by one, filled in, of another run",
-        "`routed_experts` and `trained_experts` of the records, or the routers of `--checkpoint`",
-    ),
-    "cloned_group": ("responses of one group that are the same, at a temperature above 0", "ids, and how unlikely"),
-    "wrong_prompt": ("another prompt, template or BOS", "the gap decays along responses, or with prompts' lengths"),
-    "retokenised": ("text decoded and encoded again", "sides agree up to a position, and not behind it"),
-    "quantised": ("sides in different precision", "even noise above that of bf16, of a size that such pairs have"),
-    "moe_routing": ("a router chose other experts", "few tokens far off, in any place, sample and id"),
-    "unexplained": ("nothing known explains so large a gap", "its size, and which samples or tokens hold it"),
-    "bf16": ("log-probs were rounded to bf16", "their digits"),
-    "fp16": ("log-probs were rounded to fp16", "their digits"),
-    "rounded": ("log-probs were rounded to few decimals", "their digits"),
-    "unrelated": ("the sides have nothing in common", "no rank correlation"),
-}
-
-
 def detections_table() -> Table:
     """Every fault that `inspect` names."""
-    rows = tuple((fault, *DETECTIONS[fault]) for fault in FAULTS)
+    rows = tuple((fault.name, fault.happened, fault.shown_by) for fault in FAULTS.values())
     return Table("Faults", ("fault", "what happened", "what shows it"), rows, code=frozenset({"fault"}))
 
 

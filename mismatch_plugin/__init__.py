@@ -14,7 +14,7 @@ from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.validity import InvalidLogProb, InvalidLogProbError
 from mismatch_plugin.parallel.step import StepLoss, step_loss
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "Correction",

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 import mismatch_plugin
+from mismatch_plugin.bisect.command import bisect, certify
 from mismatch_plugin.compare.command import compare
 from mismatch_plugin.diagnose.command import inspect
 from mismatch_plugin.explain.command import SETTINGS, explain
@@ -59,6 +60,34 @@ def options(
     """
 
 
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder for the dump and its page.")] = Path(
+        "mismatch-demo"
+    ),
+) -> None:
+    """Inspect a small dump that comes with the package: one of two servers kept old weights.
+
+    384 responses of two real SGLang servers in bfloat16, scored in float32 by
+    the weights that trained on. The second server is two optimizer steps
+    behind and says that it is not.
+    """
+    import lzma
+    from importlib.resources import files
+
+    dump = folder / "rollouts.jsonl"
+    if folder.exists():
+        more = f", or look at it again: mismatch-plugin inspect {dump}" if dump.exists() else ""
+        raise typer.BadParameter(f"{folder} is there already: name a new folder{more}.", param_hint="FOLDER")
+    folder.mkdir(parents=True)
+    dump.write_bytes(lzma.decompress((files("mismatch_plugin.diagnose") / "demo.jsonl.xz").read_bytes()))
+    status = app(["inspect", str(dump)], standalone_mode=False)
+    typer.echo(
+        f"\nThe fault was planted; {dump} has a sample a line. The same of your own: mismatch-plugin inspect DUMP"
+    )
+    raise typer.Exit(0 if status == 1 else status)
+
+
 app.command(context_settings=SETTINGS)(explain)
 
 
@@ -82,35 +111,10 @@ def presets(
     show(table if markdown or name else table.only(PRESET_NAMES, "#", "when to use it"), markdown)
 
 
-@app.command()
-def demo(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder for the dump and its page.")] = Path(
-        "mismatch-demo"
-    ),
-) -> None:
-    """Inspect a small dump that comes with the package: one of two servers kept old weights.
-
-    384 responses of two real SGLang servers in bfloat16, scored in float32 by
-    the weights that trained on. The second server is two optimizer steps
-    behind and says that it is not.
-    """
-    import lzma
-    from importlib.resources import files
-
-    dump = folder / "rollouts.jsonl"
-    if folder.exists():
-        raise typer.BadParameter(f"{folder} is there already: name a new folder.", param_hint="FOLDER")
-    folder.mkdir(parents=True)
-    dump.write_bytes(lzma.decompress((files("mismatch_plugin.diagnose") / "demo.jsonl.xz").read_bytes()))
-    status = app(["inspect", str(dump)], standalone_mode=False)
-    typer.echo(
-        f"\nThe fault was planted; {dump} has a sample a line. The same of your own: mismatch-plugin inspect DUMP"
-    )
-    raise typer.Exit(0 if status == 1 else status)
-
-
 app.command()(compare)
 app.command()(inspect)
+app.command()(bisect)
+app.command()(certify)
 app.add_typer(patching, name="patch")
 
 

@@ -9,14 +9,13 @@ from pathlib import Path
 from statistics import NormalDist
 
 import pytest
-import torch
 
 from ci.docs import BLOCKS, PAGES, ROOT, block_names, main, render
-from mismatch_plugin import MismatchConfig, add_arguments
+from examples.wandb_workspace import PANELS
+from mismatch_plugin import MismatchConfig, __version__, add_arguments
 from mismatch_plugin.config.fields import leaf_fields
 from mismatch_plugin.config.presets import PRESETS
 from mismatch_plugin.core.metrics.registry import METRICS
-from mismatch_plugin.data.read import read
 
 README = ROOT / "README.md"
 TEXTS = {path: path.read_text(encoding="utf-8") for path in PAGES}
@@ -37,46 +36,13 @@ def test_the_readme_is_short_and_names_every_page_and_the_two_commands():
     assert "make compare" in TEXTS[README] and "make test" in TEXTS[README]
 
 
+def test_the_newest_entry_of_the_changelog_is_of_this_version():
+    entries = re.findall(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    assert entries[0] == __version__ and len(set(entries)) == len(entries)
+
+
 def test_docs_hold_pages_and_pictures_only():
     assert {path.suffix for path in (ROOT / "docs").rglob("*") if path.is_file()} <= {".md", ".png"}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
-def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)  # a block may save a file
-    names = _of_a_loop() if page.stem == "inspect" else {}
-    for code in re.findall(r"^```python\n(.*?)^```$", TEXTS[page], re.DOTALL | re.MULTILINE):
-        exec(compile(code, str(page), "exec"), names)
-    if page.stem == "inspect":
-        dump = read("dump.pt")
-        assert dump.has_training and not any("not read" in note for note in dump.notes)
-        assert [(len(row.prompt_ids), len(row.response_ids), len(row.loss_mask)) for row in dump.samples] == [
-            (2, 4, 4),
-            (3, 2, 2),
-        ]
-        assert [row.advantages.tolist() for row in dump.samples if row.advantages is not None] == [
-            [1.0] * 4,
-            [-1.0] * 2,
-        ]
-
-
-def _of_a_loop() -> dict[str, object]:
-    """What the recipe for a dump of a loop of one's own takes as given."""
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
-    return {
-        "torch": torch,
-        "prompt_ids": torch.tensor([[0, 5, 6], [7, 8, 9]]),
-        "prompt_mask": torch.tensor([[0, 1, 1], [1, 1, 1]]),
-        "response_ids": 11 * mask,
-        "response_mask": mask,
-        "rollout_log_probs": -1.0 * mask,
-        "old_log_probs": -1.25 * mask,
-        "advantages": torch.tensor([1.0, -1.0]),
-    }
-
-
-def test_the_readme_has_python_that_runs():
-    assert "```python\n" in TEXTS[README]
 
 
 def test_nothing_is_left_out():
@@ -90,6 +56,14 @@ def test_nothing_is_left_out():
     names += [metric.name for metric in METRICS]
     names += [name for entry in PRESETS for name in (entry.name, *entry.aliases)]
     assert [name for name in names if f"`{name}`" not in ALL] == []
+
+
+def test_what_to_watch_are_metrics():
+    """The panels of the quickstart, and those of the W&B workspace, which are the same."""
+    table = TEXTS[ROOT / "docs" / "quickstart.md"].split("## What to watch")[1]
+    watched = {name for names in PANELS.values() for name in names}
+    assert watched <= {metric.name for metric in METRICS}
+    assert watched == set(re.findall(r"`rollout_corr/(\w+)`", table))
 
 
 def test_the_recommended_presets_exist():

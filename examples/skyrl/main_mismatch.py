@@ -1,7 +1,7 @@
 """SkyRL's entry script with a correction of the mismatch; our flags stand among SkyRL's overrides.
 
     python examples/skyrl/main_mismatch.py trainer.algorithm.policy_loss_type=mismatch \
-        --use-tis --tis-level sequence --rs-criterion sequence_mean:k3:0.01 trainer.policy.model.path=Qwen/Qwen3-4B …
+        --use-tis trainer.policy.model.path=Qwen/Qwen3-4B …
 
 What is ours: the parser, and `register`.
 """

@@ -1,7 +1,6 @@
 """TRL's GRPO with vLLM and a correction of the mismatch; our flags are on the command line.
 
-    accelerate launch examples/trl/grpo_mismatch.py --model Qwen/Qwen2.5-0.5B-Instruct \
-        --use-tis --tis-level sequence --rs-criterion sequence_mean:k3:0.01
+    accelerate launch examples/trl/grpo_mismatch.py --model Qwen/Qwen2.5-0.5B-Instruct --use-tis
 
 What is ours: the class, `add_arguments`, `from_args`, and `mismatch=`.
 """

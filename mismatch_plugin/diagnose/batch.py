@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
 from mismatch_plugin.data.arrays import Bools, Floats, Ints
 from mismatch_plugin.data.sample import Sample
-from mismatch_plugin.diagnose.findings import (
-    Confidence,
-    FaultName,
-    Finding,
-    Item,
-    LogProbSide,
-    Place,
-    Side,
-    first_place,
-)
-from mismatch_plugin.sglang.delivered import Delivered
+from mismatch_plugin.diagnose.findings import FaultName, Finding, Item, LogProbSide, Side, place_of
+
+if TYPE_CHECKING:
+    from mismatch_plugin.diagnose.detectors.layers import Mix
 
 DEFAULT_MAX_STALENESS = 1
 FIELD: dict[LogProbSide, str] = {"rollout": "rollout_log_probs", "training": "train_log_probs"}
@@ -69,21 +62,6 @@ class Tokens:
         return Tokens(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
 
 
-class Between(Protocol):
-    """Models between the weights that the run began with and the present ones (`layers.Mix`).
-
-    parts: ways to divide the tensors that differ: name of a part → its parameters. delivered: what bfloat16 leaves of
-    the change from one to the other; None where nothing changed.
-    """
-
-    parts: tuple[dict[str, tuple[str, ...]], ...]
-    delivered: Delivered | None
-
-    def log_probs(self, sample: Sample, from_start: Collection[str]) -> Floats:
-        """[n] with these parameters from the start and all others from now."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
 class Batch:
     """N samples in the order of the records file, `index` being their place, and what else the detectors may know.
@@ -100,7 +78,7 @@ class Batch:
     max_staleness: int = DEFAULT_MAX_STALENESS
     logits: Callable[[Sample], Tensor] | None = None
     from_checkpoint: bool = False
-    between: Between | None = None
+    between: Mix | None = None
     known_quantised: bool = False
 
     def __len__(self) -> int:
@@ -140,36 +118,23 @@ class Batch:
         return replace(self, samples=tuple(samples))
 
     def finding(
-        self,
-        fault: FaultName,
-        side: Side,
-        evidence: str,
-        fix: str,
-        samples: Sequence[Sample],
-        *,
-        tokens: int | None = None,
-        of_samples: int | None = None,
-        first: Place | None = None,
-        statistics: Mapping[str, float] = {},
-        confidence: Confidence = "likely",
+        self, fault: FaultName, side: Side, evidence: str, fix: str, samples: Sequence[Sample], **more: Any
     ) -> Finding:
-        """A finding about these samples of the batch.
+        """A finding about these samples: all their tokens that train, from the first one on. more: fields of it."""
+        first = samples[0]
+        about = {
+            "of_samples": len(self),
+            "tokens": trained(samples),
+            "of_tokens": self.token_count,
+            "first": place_of(first, int(np.argmax(first.mask)) if first.mask.any() else None),
+        }
+        return Finding(fault=fault, side=side, evidence=evidence, fix=fix, samples=len(samples), **(about | more))
 
-        tokens: all that train, unless given. of_samples: all, unless given. first: the first token of the first sample.
-        """
-        return Finding(
-            fault=fault,
-            side=side,
-            evidence=evidence,
-            statistics=dict(statistics),
-            samples=len(samples),
-            of_samples=len(self) if of_samples is None else of_samples,
-            tokens=trained(samples) if tokens is None else tokens,
-            of_tokens=self.token_count,
-            first=first or first_place(samples[0], np.ones(len(samples[0]), dtype=bool)),
-            fix=fix,
-            confidence=confidence,
-        )
+    def finding_at(self, fault: FaultName, side: Side, evidence: str, fix: str, tokens: Tokens, **more: Any) -> Finding:
+        """A finding about these tokens, one at least."""
+        samples = [self.samples[index] for index in np.unique(tokens.sample)]
+        first = place_of(self.samples[int(tokens.sample[0])], int(tokens.position[0]))
+        return self.finding(fault, side, evidence, fix, samples, **({"tokens": len(tokens), "first": first} | more))
 
 
 def median(values: Floats) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,15 +15,15 @@ from mismatch_plugin.data.read import Dump, InputError, read
 from mismatch_plugin.data.versions import version_number
 from mismatch_plugin.diagnose.batch import DEFAULT_MAX_STALENESS, Batch, make_batch
 from mismatch_plugin.diagnose.detectors.layers import Mix
-from mismatch_plugin.diagnose.detectors.run import check_batch
+from mismatch_plugin.diagnose.detectors.run import FAULTS, check_batch
 from mismatch_plugin.diagnose.detectors.servers import compare_servers, workers_of
-from mismatch_plugin.diagnose.findings import FAULTS, CheckResult, Finding
+from mismatch_plugin.diagnose.findings import CheckResult, Finding
 from mismatch_plugin.diagnose.flags import config_of
 from mismatch_plugin.diagnose.levels import bounds_for, histograms
 from mismatch_plugin.diagnose.measure import figures_of, measure
 from mismatch_plugin.diagnose.normal import SMALL_K3, UNEXPLAINED, Hints, normality
 from mismatch_plugin.diagnose.normal import gate as judge_gate
-from mismatch_plugin.diagnose.packing import groups_of, packed_of, subset
+from mismatch_plugin.diagnose.packing import OF_PREDICTIONS, groups_of, packed_of, subset
 from mismatch_plugin.diagnose.predict import left_out, measurable, predict, predict_one
 from mismatch_plugin.diagnose.recommend import recommend
 from mismatch_plugin.diagnose.result import VERDICTS, Diagnosis, Verdict
@@ -38,20 +38,6 @@ from mismatch_plugin.diagnose.scorers import (
 from mismatch_plugin.diagnose.words import controls_of
 from mismatch_plugin.files import encodable
 from mismatch_plugin.report.table import figure
-
-
-class Inputs(NamedTuple):
-    """batch: both sides. notes: what was read, and what a reader must know of it. findings: what reading itself showed,
-    which no detector of the batch can see. source, format: what was read, and as what. both: it held both sides.
-    command: what read it."""
-
-    batch: Batch
-    notes: tuple[str, ...]
-    findings: tuple[Finding, ...] = ()
-    source: str = ""
-    format: str = "records"
-    both: bool = False
-    command: str = "mismatch-plugin inspect DUMP"
 
 
 def own_settings(config: Path | None, preset: str | None, flags: str | None) -> MismatchConfig | None:
@@ -69,42 +55,28 @@ def own_settings(config: Path | None, preset: str | None, flags: str | None) -> 
     return None if flags is None else MismatchConfig.from_words(shlex.split(flags), f"--flags {flags!r}")
 
 
-def diagnose_files(
+class Inputs(NamedTuple):
+    """batch: both sides. notes: what was read, and what a reader must know. findings: what reading itself showed,
+    which no detector of the batch can see. source, format: what was read, and as what. copied: sides that are equal
+    may be copies. command: what read it."""
+
+    batch: Batch
+    notes: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    source: str
+    format: str
+    copied: bool
+    command: str
+
+
+def read_inputs(
     path: Path | None,
     training: Path | None = None,
     *,
     urls: Sequence[str] = (),
     checkpoint: Path | None = None,
     live: Live | None = None,
-    accept: Collection[str] = (),
-    reading: dict[str, Any] | None = None,
-    **judging: Any,
-) -> Diagnosis:
-    """The diagnosis of what is read. Without a path the servers are sampled, as `live` says.
-
-    reading: what else `read_inputs` takes; judging: what else `diagnose` does. Raises InputError where something cannot
-    be read or compared, or where one of the faults to accept is none.
-    """
-    if unknown := sorted({*accept} - {*FAULTS}):
-        raise InputError(f"--accept {unknown[0]} is no fault: choose from {', '.join(FAULTS)}.")
-    model = None if checkpoint is None else Checkpoint(checkpoint)
-    if path is not None:
-        source: Path | Dump = path
-    elif urls:
-        source = sample_live(urls, model, live or Live())
-    else:
-        raise InputError("there is nothing to inspect: give PATH, or --url to sample from a server.")
-    inputs = read_inputs(source, training, urls=urls, model=model, **(reading or {}))
-    return diagnose(inputs, accept=accept, **judging)
-
-
-def read_inputs(
-    path: Path | Dump,
-    training: Path | None = None,
-    *,
-    model: Checkpoint | None = None,
     reference_checkpoint: Path | None = None,
-    urls: Sequence[str] = (),
     weight_version: str | None = None,
     max_staleness: int = DEFAULT_MAX_STALENESS,
     eos_ids: Sequence[int] = (),
@@ -112,16 +84,19 @@ def read_inputs(
 ) -> Inputs:
     """The training side is the file, else the checkpoint, else the first server, else what the dump itself holds.
 
-    path: a file, a folder, or a dump that was read. model: the trainer's current weights. reference_checkpoint: the
-    folder of those that the run began with. urls: servers or routers. format: of the dump, a name of docs/inspect.md.
+    path: a file or a folder; without one the servers are sampled, as `live` says. checkpoint: the folder of the
+    trainer's current weights. reference_checkpoint: of those that the run began with. urls: servers or routers. format:
+    of the dump, a name of docs/inspect.md.
 
     Raises InputError where something cannot be read or does not fit.
     """
-    if urls and training is not None and model is None:
+    if path is None and not urls:
+        raise InputError("there is nothing to inspect: give PATH, or --url to sample from a server.")
+    if urls and training is not None and checkpoint is None:
         raise InputError("TRAINING and --url say the same thing twice: leave one out, or add --checkpoint.")
-    live = isinstance(path, Dump)
-    named = "the running servers" if live else encodable(str(path))
-    dump = path if live else _dump(path, training, format)
+    model = None if checkpoint is None else Checkpoint(checkpoint)
+    dump = sample_live(urls, model, live or Live()) if path is None else _dump(path, training, format)
+    named = "the running servers" if path is None else encodable(str(path))
     samples, notes = dump.samples, [f"{len(dump.samples)} records of {named}", *dump.notes]
     late = sum(bool(sample.mask.any() and not sample.mask[0]) for sample in samples)
     if late > len(samples) / 2:
@@ -131,11 +106,8 @@ def read_inputs(
         )
     workers = list(dict.fromkeys(worker for url in urls for worker in workers_of(url)))
     scored = training is None and (model is not None or bool(urls))
-    if scored and model is not None:
-        samples, what = from_checkpoint(model, samples)
-        notes.append(what)
-    elif scored:
-        samples, said = from_server(workers[0], samples)
+    if scored:
+        samples, said = from_checkpoint(model, samples) if model is not None else from_server(workers[0], samples)
         notes += said
     elif dump.has_training:
         notes.append(f"training side: {training or named}")
@@ -159,10 +131,11 @@ def read_inputs(
         batch = replace(
             batch, logits=lambda sample: model.logits(sample, sample.index), from_checkpoint=scored, between=between
         )
-    both = training is None and not scored and dump.has_training
-    given = [*([] if live else [str(path)]), *([str(training)] if training else []), *(f"--url={url}" for url in urls)]
-    command = encodable(shlex.join(["mismatch-plugin", "inspect", *given]))
-    return Inputs(batch, tuple(map(encodable, notes)), tuple(findings), named, dump.format, both, command)
+    # Where verl bypasses the old log-probs it copies the rollout's.
+    copied = dump.format == "verl" and training is None and not scored and dump.has_training
+    given = [str(file) for file in (path, training) if file is not None]
+    command = encodable(shlex.join(["mismatch-plugin", "inspect", *given, *(f"--url={url}" for url in urls)]))
+    return Inputs(batch, tuple(map(encodable, notes)), tuple(findings), named, dump.format, copied, command)
 
 
 def _dump(path: Path, training: Path | None, format: str | None) -> Dump:
@@ -177,9 +150,14 @@ def _dump(path: Path, training: Path | None, format: str | None) -> Dump:
     return dump
 
 
-def diagnose(
-    inputs: Inputs,
+def diagnose_files(
+    path: Path | None,
+    training: Path | None = None,
     *,
+    urls: Sequence[str] = (),
+    checkpoint: Path | None = None,
+    live: Live | None = None,
+    reading: Mapping[str, Any] = {},
     own: MismatchConfig | None = None,
     accept: Collection[str] = (),
     gate: bool = False,
@@ -191,30 +169,34 @@ def diagnose(
 ) -> Diagnosis:
     """Everything that `inspect` says of a batch.
 
-    own: the user's settings, whose metrics and prediction are given first; None: no correction. accept: faults that are
-    meant. gate, gate_kl: judge k3, by the default bar or this one. hints: what is known of the pair, for what is
-    normal. one_step, expensive_pass: as in `measure.Figures`. brief: findings and size alone, without predictions.
+    urls, checkpoint, live, reading: what `read_inputs` takes. own: the user's settings, whose metrics and prediction
+    are given first; None: no correction. accept: faults that are meant. gate, gate_kl: judge k3, by the default bar or
+    this one. hints: what is known of the pair, for what is normal. one_step, expensive_pass: as in `measure.Figures`.
+    brief: findings and size alone, without predictions.
+    Raises InputError where something cannot be read or compared, or where one of the faults to accept is none.
     """
-    batch = inputs.batch
+    if unknown := sorted({*accept} - {*FAULTS}):
+        raise InputError(f"--accept {unknown[0]} is no fault: choose from {', '.join(FAULTS)}.")
+    inputs = read_inputs(path, training, urls=urls, checkpoint=checkpoint, live=live, **reading)
+    batch, hints = inputs.batch, hints or Hints()
     if own is not None and own.gate_kl is not None:  # the gate of training, judged once and here
         gate, gate_kl, own = True, own.gate_kl if gate_kl is None else gate_kl, own.replace(gate_kl=None)
-    if hints is not None and {hints.engine, hints.trainer} & {"fp8", "fp4", "int8", "int4"}:
+    if {hints.engine, hints.trainer} & {"fp8", "fp4", "int8", "int4"}:
         batch = replace(batch, known_quantised=True)
     check = check_batch(batch, accept=accept, notes=inputs.notes, found=inputs.findings)
-    level, faulty, stale = check.mismatch, check.status == "faults", _stale(batch)
-    copied = inputs.both and inputs.format == "verl" and level is not None and level.abs_max == 0.0
-    answer = None
-    if level is not None and not copied:
-        answer = normality(level, replace(hints or Hints(), stale=stale))
-    verdict: Verdict = "large" if answer and answer.normal is False else "normal"
-    if faulty:
-        verdict = "fault"
-    elif check.status == "undecided" or level is None or copied:
+    level, stale = check.mismatch, _stale(batch)
+    copied = inputs.copied and level is not None and level.abs_max == 0.0
+    answer = None if level is None or copied else normality(level, replace(hints, stale=stale))
+    if check.status == "faults":
+        verdict: Verdict = "fault"
+    elif check.status == "undecided" or answer is None:
         verdict = "undecided"
+    else:
+        verdict = "large" if answer.normal is False else "normal"
     found = Diagnosis(
         verdict=verdict,
         headline=_headline(verdict, check, batch.has_training),
-        next_step=_next_step(verdict, inputs, check, copied),
+        next_step=_next_step(verdict, batch, check, copied, inputs.command),
         source=inputs.source,
         format=inputs.format,
         samples=check.samples,
@@ -234,36 +216,35 @@ def diagnose(
     try:
         packed, notes = packed_of(batch)
         part, said = subset(packed)
-        metrics, size = measure(batch, measurable(own or MismatchConfig(), packed), packed)
-        bounds, groups = bounds_for(part), groups_of(batch, part)
-        predictions = predict(part, own, bounds, groups)
+        metrics, size = measure(batch, packed, measurable(own or MismatchConfig(), packed))
     except (ValueError, ArithmeticError):  # numbers too broken to be measured: the finding is what counts
-        if not faulty:
+        if verdict != "fault":
             raise
         return found
+    told: dict[str, Any] = {"metrics": metrics, "level": (own or MismatchConfig()).tis.level, "size": size}
+    if verdict in ("fault", "undecided"):  # no setting repairs the one, and nobody knows of the other
+        of_tokens = [note for note in notes if OF_PREDICTIONS not in note]
+        return found.model_copy(update=told | {"histograms": histograms(part), "notes": (*check.notes, *of_tokens)})
+    bounds, groups = bounds_for(part), groups_of(batch, part)
+    predictions = predict(part, own, bounds, groups)
     figures = figures_of(packed, stale=stale, one_step=one_step, expensive_pass=expensive_pass)
     if all(item.fault != "moe_routing" for item in check.findings):  # near-certain tokens have a tail by themselves
         figures = replace(figures, tail=0.0)
     advice = None
-    # Larger than such a pair's, and too small for a correction to matter: no setting contradicts that.
-    if verdict == "normal" or (verdict == "large" and figures.k3_kl >= SMALL_K3):
+    if verdict == "normal" or figures.k3_kl >= SMALL_K3:  # larger than such a pair's, and too small to be corrected
         try_setting = partial(predict_one, part, groups=groups)
         advice = recommend(figures, bounds, accepted=UNEXPLAINED in accept, predict=try_setting)
     if advice is not None and all(item.setting != advice.setting for item in predictions):
         predictions.append(predict_one(part, config_of(advice.settings), advice.setting, groups))
-    settings = [controls for item in predictions if (controls := controls_of(item.settings)) is not None]
-    return found.model_copy(
-        update={
-            "metrics": metrics,
-            "level": (own or MismatchConfig()).tis.level,
-            "size": size,
-            "predictions": tuple(predictions),
-            "bounds": bounds,
-            "recommendation": advice,
-            "histograms": histograms(part, [bound for item in settings for bound in (item.lower, item.upper) if bound]),
-            "notes": tuple(dict.fromkeys((*check.notes, *notes, *said, *left_out(part, own, groups is not None)))),
-        }
-    )
+    shown = [controls for item in predictions if (controls := controls_of(item.settings)) is not None]
+    told |= {
+        "predictions": tuple(predictions),
+        "bounds": bounds,
+        "recommendation": advice,
+        "histograms": histograms(part, [bound for item in shown for bound in (item.lower, item.upper) if bound]),
+        "notes": tuple(dict.fromkeys((*check.notes, *notes, *said, *left_out(part, own, groups is not None)))),
+    }
+    return found.model_copy(update=told)
 
 
 def _stale(batch: Batch) -> float:
@@ -300,31 +281,30 @@ def _headline(verdict: Verdict, check: CheckResult, two_sided: bool) -> str:
     return f"{VERDICTS[verdict]}: {said}."
 
 
-def _next_step(verdict: Verdict, inputs: Inputs, check: CheckResult, copied: bool) -> str:
+def _next_step(verdict: Verdict, batch: Batch, check: CheckResult, copied: bool, command: str) -> str:
     """What more would tell, where something is open."""
-    batch, faults = inputs.batch, {item.fault for item in check.findings if item.counts}
     if not batch.has_training:
         return (
             "There is no training side: add TRAINING, --checkpoint NOW or --url, or let the trainer dump its log-probs "
             "too (docs/inspect.md#what-is-read)."
         )
-    if copied and verdict == "undecided":
+    if verdict == "undecided" and copied:
         return (
             "In bypass mode verl copies rollout_log_probs into old_log_probs: nothing was compared. Dump a step with "
             "algorithm.rollout_correction.bypass_mode=False, or add --checkpoint NOW."
         )
     if verdict == "undecided":
         return "Inspect a larger dump: several hundred tokens at least, better some ten thousand."
-    if check.mismatch is not None and check.mismatch.abs_max == 0.0 and verdict == "normal":
+    if verdict == "normal" and check.mismatch is not None and check.mismatch.abs_max == 0.0:
         return (
             "Both sides are equal to the last bit: aligned kernels work, or one list was given twice (rollout "
             "log-probs copied into old_log_probs)."
         )
-    if verdict != "large" and UNEXPLAINED not in faults:
+    if verdict != "large" and all(item.fault != UNEXPLAINED for item in check.findings if item.counts):
         return ""
     if batch.logits is not None and batch.between is not None:
         return "No cause was found: see where it sits on the page, and --accept what is meant."
     return (
-        "The trainer's own weights, of now and of the run's start, show updates that did not arrive, filters and "
-        f"temperatures: {inputs.command} --checkpoint NOW --reference-checkpoint START"
+        "To find the cause (updates that did not arrive, a filter, a temperature), give the trainer's weights of now "
+        f"and of the run's start: {command} --checkpoint NOW --reference-checkpoint START"
     )

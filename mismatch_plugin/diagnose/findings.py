@@ -1,30 +1,16 @@
-"""What a check can say: the faults it knows, one finding with its evidence, and the result of a whole check."""
+"""What a check can say: one finding with its evidence, what could not be told, and the result of a whole check."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from typing import Any, Literal, get_args
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from mismatch_plugin.data.arrays import Bools
 from mismatch_plugin.data.sample import Sample
 
-FaultName = Literal[
-    "missing", "nan", "infinite", "positive", "floor", "zero_fill",
-    "length", "token_ids", "prompt_ids", "eos_appended", "boundary", "shift_by_one", "swapped_samples",
-    "sign", "probabilities", "log_base",
-    "temperature", "truncation", "penalty", "token_offset",
-    "mixed_versions", "staleness",
-    "weights_not_updated", "weights_partly_updated", "stale_server", "server_differs", "label_reused", "other_weights",
-    "stale_cache", "update_lost_in_precision", "cloned_group", "replay_off",
-    "wrong_prompt", "retokenised",
-    "quantised", "moe_routing", "unexplained",
-    "bf16", "fp16", "rounded",
-    "unrelated",
-]  # fmt: skip
-FAULTS: tuple[FaultName, ...] = get_args(FaultName)
+FaultName = str
+"""A key of `detectors.run.FAULTS`."""
 LogProbSide = Literal["rollout", "training"]
 SIDES: tuple[LogProbSide, ...] = get_args(LogProbSide)
 Side = Literal["rollout", "training", "both"]
@@ -68,18 +54,11 @@ def place_of(sample: Sample, position: int | None = None, *, rollout: Any = None
     return Place(sample=sample.index, sample_id=sample.sample_id, position=position, **told)
 
 
-def first_place(sample: Sample, chosen: Bools) -> Place:
-    """The first chosen token, or the sample as a whole where there is none."""
-    found = np.flatnonzero(chosen)
-    return place_of(sample, int(found[0])) if len(found) else place_of(sample)
-
-
 def called(worker: Hashable) -> str:
     """A server, or a server and its data-parallel rank, in words."""
     server, rank = worker if isinstance(worker, tuple) else (worker, None)
-    return " ".join(
-        [*([str(server)] if server is not None else []), *([f"dp_rank {rank}"] if rank is not None else [])]
-    )
+    names = [None if server is None else str(server), None if rank is None else f"dp_rank {rank}"]
+    return " ".join(name for name in names if name)
 
 
 class Finding(_Model):

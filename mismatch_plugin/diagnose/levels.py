@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,6 @@ from mismatch_plugin.core.segments import segment_max, segment_sum
 from mismatch_plugin.core.tokens import select_tokens
 from mismatch_plugin.core.units import unit_log_ratio, unit_tokens
 from mismatch_plugin.data.arrays import Floats
-from mismatch_plugin.diagnose.result import Histograms, LevelHistogram
 from mismatch_plugin.limits import SAFETY_BOUND
 
 GROWN = 0.5
@@ -174,11 +174,16 @@ def _rounded(ratio: float) -> float:
     return float(f"{1.0 + float(f'{ratio - 1.0:.{DIGITS}g}'):.12g}")  # without 1.0 + x's own rounding
 
 
-def histograms(packed: PackedSequences, bounds: Iterable[float] = ()) -> Histograms:
-    """Histograms of every level of the batch.
+def histograms(packed: PackedSequences, bounds: Iterable[float] = ()) -> dict[str, Any]:
+    """Histograms of every level, from which the page's sliders are worked out, exactly for bounds that are edges.
 
     packed: with both sides; advantages where there are any. bounds: ratios that become edges, as those of the settings
-    shown. A unit on an edge counts as above it. Bounds that grow with the length are not of these bins.
+    shown. Bounds that grow with the length are not of these bins.
+
+    edges: on the log-ratio. levels: by name, turn where a response has several; of each, column by column, the bins
+    that any unit falls into. bins: i holds edges[i − 1] ≤ l < edges[i], 0 and len(edges) are open outwards. units: how
+    many. tokens, positive, negative: their response tokens, those with A > 0 and with A < 0. ratio, squared: Σ ρ and
+    Σ ρ² over units. by_token: Σ ρ over their tokens. ρ within e^±20.
     """
     edges, mask = bound_edges(bounds), packed.loss_mask.double()
     advantages = torch.zeros_like(mask) if packed.advantages is None else packed.advantages
@@ -195,6 +200,5 @@ def histograms(packed: PackedSequences, bounds: Iterable[float] = ()) -> Histogr
         place = np.searchsorted(edges, log_ratio, side="right")
         sums = {name: np.bincount(place, weights, len(edges) + 1) for name, weights in columns.items()}
         bins = np.flatnonzero(sums["units"])
-        used = {name: tuple(of_bins[bins].tolist()) for name, of_bins in sums.items()}
-        levels[level] = LevelHistogram(bins=tuple(bins.tolist()), **used)
-    return Histograms(edges=tuple(edges.tolist()), levels=levels, signed=packed.advantages is not None)
+        levels[level] = {"bins": bins.tolist(), **{name: of_bins[bins].tolist() for name, of_bins in sums.items()}}
+    return {"edges": edges.tolist(), "levels": levels}

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.values import ignore_mismatch_warnings
@@ -24,14 +25,12 @@ from mismatch_plugin.data.arrays import Floats, Ints
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.versions import version_number, version_of_tokens
 from mismatch_plugin.diagnose.batch import Batch
-from mismatch_plugin.diagnose.levels import SMALLEST_LOG_RATIO
-from mismatch_plugin.diagnose.packing import at_places, numbered_versions, packed_of, pieces, samples_of
+from mismatch_plugin.diagnose.packing import at_tokens, numbered_versions, pieces, samples_of
 from mismatch_plugin.diagnose.result import Group, Size
 from mismatch_plugin.limits import SAFETY_BOUND
 
 QUANTILES = (0.1, 1.0, 5.0, 25.0, 50.0, 75.0, 95.0, 99.0, 99.9)
 """In percent."""
-BINS = 80
 POSITION_EDGES = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 LENGTH_EDGES = (64, 256, 1024, 4096, 16384, 65536)
 ENTROPY_EDGES = (0.01, 0.1, 0.5, 1.0, 2.0)
@@ -44,15 +43,11 @@ OLD_SHARE = 0.05
 """Of the tokens: so few of the oldest may be left out."""
 
 
-def measure(
-    batch: Batch, config: MismatchConfig, packed: PackedSequences | None = None
-) -> tuple[dict[str, float], Size]:
+def measure(batch: Batch, packed: PackedSequences, config: MismatchConfig) -> tuple[dict[str, float], Size]:
     """(the metrics that training reports at level full for these settings, how large the mismatch is).
 
-    packed: `packed_of(batch)`, where the caller has it. Raises InputError where no token can be compared.
+    packed: `packed_of(batch)`. Raises OverflowError where gaps cannot be added up.
     """
-    if packed is None:
-        packed, _ = packed_of(batch)
     assert packed.old_log_probs is not None and packed.rollout_log_probs is not None
     with ignore_mismatch_warnings():
         config = config.replace(metrics="full")
@@ -60,18 +55,14 @@ def measure(
     corrections = (correct(piece, config, log_probs=piece.old_log_probs) for piece in pieces(packed))
     statistics = reduce(Statistics.merge, (correction.statistics for correction in corrections))
     gap = packed.old_log_probs - packed.rollout_log_probs
+    if not gap.abs().sum().isfinite():
+        raise OverflowError("log-probs are too large to be added up: look at those below -1e300.")
     quantiles = np.quantile(gap.numpy(), np.array(QUANTILES) / 100).tolist()
-    # The middle 99.8 % and a quarter more; the outer bins hold the tails.
-    edge = max(1.25 * max(abs(quantiles[0]), abs(quantiles[-1])), SMALLEST_LOG_RATIO)
-    edges = np.linspace(-edge, edge, BINS + 1)
     ratio = bounded_exp(gap)
     columns = [column.numpy() for column in (gap.abs(), -gap, k3(gap), ratio, ratio.square())]
-    parts = _parts(*samples_of(batch, packed), packed)
     size = Size(
-        edges=tuple(edges.tolist()),
-        counts=tuple(np.histogram(gap.clamp(-edge, edge).numpy(), edges)[0].tolist()),
         quantiles={f"p{share:g}": value for share, value in zip(QUANTILES, quantiles, strict=True)},
-        breakdowns={name: _groups(labels, codes, columns) for name, labels, codes in parts},
+        breakdowns={name: _groups(labels, codes, columns) for name, labels, codes in _parts(batch, packed)},
     )
     return statistics.metrics(), size
 
@@ -86,42 +77,39 @@ def _groups(labels: Sequence[str], codes: Ints, columns: Sequence[Floats]) -> tu
     groups = []
     for label, n, (absolute, kl, k3_kl, ratio, squared) in zip(labels, count.tolist(), sums.tolist(), strict=True):
         if n:
-            means = {"abs_mean": absolute / n, "kl": kl / n, "k3_kl": k3_kl / n}
-            groups.append(Group(name=label, tokens=n, **means, ess=min(ratio**2 / (n * squared), 1.0)))
+            ess = min(ratio**2 / (n * squared), 1.0)
+            groups.append(Group(name=label, tokens=n, abs_mean=absolute / n, kl=kl / n, k3_kl=k3_kl / n, ess=ess))
     return tuple(groups)
 
 
-def _parts(
-    samples: Sequence[Sample], places: Sequence[Ints], packed: PackedSequences
-) -> Iterator[tuple[str, tuple[str, ...], Ints]]:
+def _parts(batch: Batch, packed: PackedSequences) -> Iterator[tuple[str, Sequence[str], Ints]]:
     """By what; its buckets' labels; [T] the bucket of each token, an index into them.
 
     position: index in the response. length: response tokens. probability: π_rollout. entropy: nats, as told by the
     training side. turn: which run of tokens that train, where a response has several. version: the weights that sampled
     the token. staleness: how many steps they are behind the trainer's. server, dp_rank. advantage: its sign.
     """
-    lengths = np.array(packed.lengths)
+    samples, lengths = samples_of(batch, packed), np.array(packed.lengths)
     assert packed.positions is not None and packed.rollout_log_probs is not None
-    yield "position", _counted(POSITION_EDGES), _bucket(packed.positions.numpy(), POSITION_EDGES)
+    yield "position", _counted(POSITION_EDGES), _bucket(packed.positions, POSITION_EDGES)
     of_sample = _bucket(np.array([len(sample) for sample in samples]), LENGTH_EDGES)
     yield "length", _counted(LENGTH_EDGES), np.repeat(of_sample, lengths)
-    probability = _bucket(packed.rollout_log_probs.numpy(), np.log(PROBABILITY_EDGES))
-    yield "probability", _between(PROBABILITY_EDGES), probability
+    yield "probability", _between(PROBABILITY_EDGES), _bucket(packed.rollout_log_probs, np.log(PROBABILITY_EDGES))
     if packed.entropy is not None:
-        yield "entropy", _between(ENTROPY_EDGES), _bucket(packed.entropy.numpy(), ENTROPY_EDGES)
+        yield "entropy", _between(ENTROPY_EDGES), _bucket(packed.entropy, ENTROPY_EDGES)
     turns = packed.unit_numbers()[0].numpy()
     if turns.max() > 0:
-        labels = (*map(str, range(1, MAX_TURNS + 1)), f"from {MAX_TURNS + 1}")
+        labels = [*map(str, range(1, MAX_TURNS + 1)), f"from {MAX_TURNS + 1}"]
         yield "turn", labels, np.minimum(turns, MAX_TURNS)
     if told := {span.version for sample in samples for span in sample.weight_versions}:
         newest = sorted(told, key=lambda name: (-1 if (n := version_number(name)) is None else n, name))[-MAX_NAMES:]
         code = dict.fromkeys(told, len(newest)) | {version: i for i, version in enumerate(newest)}
         none = len(newest) + 1
-        codes = at_places(lambda s: version_of_tokens(s.weight_versions, code, len(s), none), samples, places)
-        yield "version", (*newest, "older", "unknown"), codes
-    steps = at_places(_behind, samples, places)
+        codes = at_tokens(lambda s: version_of_tokens(s.weight_versions, code, len(s), none), samples, packed)
+        yield "version", [*newest, "older", "unknown"], codes
+    steps = at_tokens(_behind, samples, packed)
     if (steps != UNKNOWN).any():
-        labels = ("ahead", *map(str, range(MAX_STALENESS + 1)), f"from {MAX_STALENESS + 1}", "unknown")
+        labels = ["ahead", *map(str, range(MAX_STALENESS + 1)), f"from {MAX_STALENESS + 1}", "unknown"]
         codes = np.clip(steps, -1, MAX_STALENESS + 1) + 1
         yield "staleness", labels, np.where(steps == UNKNOWN, len(labels) - 1, codes)
     for part, name in enumerate(("server", "dp_rank")):
@@ -129,8 +117,8 @@ def _parts(
         if named := sorted({value for value in values if value is not None}):
             known = named[:MAX_NAMES]
             place: dict[Any, int] = dict.fromkeys(named, len(known)) | {value: i for i, value in enumerate(known)}
-            labels = (*map(str, known), "others", "unknown")
-            yield name, labels, np.repeat([place.get(value, len(known) + 1) for value in values], lengths)
+            codes = np.repeat([place.get(value, len(known) + 1) for value in values], lengths)
+            yield name, [*map(str, known), "others", "unknown"], codes
     if packed.advantages is not None:
         yield "advantage", ("negative", "zero", "positive"), packed.advantages.sign().long().add_(1).numpy()
 
@@ -141,9 +129,9 @@ def _behind(sample: Sample) -> Ints:
     return np.where(numbers < 0, UNKNOWN, UNKNOWN if trainer is None else np.maximum(trainer - numbers, UNKNOWN + 1))
 
 
-def _bucket(values: Ints | Floats, edges: Sequence[float] | Floats) -> Ints:
+def _bucket(values: Tensor | Ints, edges: Sequence[float] | Floats) -> Ints:
     """How many edges are ≤ the value."""
-    return np.searchsorted(np.asarray(edges), values, side="right")
+    return np.searchsorted(np.asarray(edges), np.asarray(values), side="right")
 
 
 def _counted(edges: Sequence[int]) -> tuple[str, ...]:
@@ -165,7 +153,7 @@ class Figures:
     """What the rules look at.
 
     k3_kl: nats a token, the estimate of KL. ess: effective sample size of the tokens' ratios, a share.
-    mean_length, max_length: trained tokens a response; inf where nobody knows.
+    max_length: trained tokens of the longest response; inf where nobody knows.
     tail: share of tokens with a ratio outside [½, 2] and |l| above ten medians: Gaussian noise of one size has none.
     mean_turns: runs of tokens that train, a response. longest_turn: its trained tokens; inf where nobody knows.
     credit: share of the responses whose advantages differ from token to token.
@@ -178,7 +166,6 @@ class Figures:
 
     k3_kl: float
     ess: float
-    mean_length: float
     max_length: float
     tail: float = 0.0
     drifting: float = 0.0
@@ -198,7 +185,6 @@ class Figures:
 
     @property
     def kl_turn(self) -> float:
-        """The same of the longest turn."""
         return self.k3_kl * self.longest_turn
 
 
@@ -236,7 +222,6 @@ def figures_of(
     return Figures(
         k3_kl=float(divergence.mean()),
         ess=float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
-        mean_length=float(lengths.mean()),
         max_length=float(lengths.max()),
         tail=float(far.double().mean()),
         drifting=float((shift.abs() > 6 * deviation).double().mean()) if deviation > 0 else 0.0,

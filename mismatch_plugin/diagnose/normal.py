@@ -201,18 +201,18 @@ def normality(level: Mismatch, hints: Hints | None = None) -> Answer:
         times = {name: _value(level, name) / rows[-1].high for name, rows in known.items()}
         if known and max(times.values()) <= LOOSE:
             below = all(_value(level, name) < min(row.low for row in rows) for name, rows in known.items())
-            size = "within twice what is" if max(times.values()) > 1.0 else "below what is" if below else "as"
-            highs: dict[Figure, float] = {
-                name: max((row.high for row in rows if not row.ours), default=0.0) for name, rows in known.items()
+            by_others: dict[Figure, list[float]] = {
+                name: [row.high for row in rows if not row.ours] for name, rows in known.items()
             }
-            ours = any(_value(level, name) > LOOSE * high for name, high in highs.items())
+            ours = any(_value(level, name) > LOOSE * max(highs, default=0.0) for name, highs in by_others.items())
+            size = "within twice what is" if max(times.values()) > 1.0 else "below what is" if below else "as"
             measured = "measured on our tiny models" if ours else "published"
             sentence = f"normal, {size} {measured} for {pair}: {_shown(level, known)}."
             return Answer(True, sentence, _rows(level, (pair, *(other for other in pairs if other != pair))))
     if not (known := _known(pairs[0])):
         return Answer(None, f"nothing sound is known of {pairs[0]}.", _rows(level, pairs))
-    times = max(_value(level, name) / rows[-1].high for name, rows in known.items())
-    sentence = f"not normal for {pairs[0]}, {figure(times, 2)} times the largest known: {_shown(level, known)}."
+    most = max(_value(level, name) / rows[-1].high for name, rows in known.items())
+    sentence = f"not normal for {pairs[0]}, {figure(most, 2)} times the largest known: {_shown(level, known)}."
     return Answer(False, sentence, _rows(level, pairs))
 
 
@@ -269,10 +269,8 @@ def _rows(level: Mismatch, pairs: Sequence[Pair]) -> tuple[Comparable, ...]:
     for row in (row for pair in pairs for row in KNOWN if row.pair == pair and not row.faulty):
         value = _value(level, row.figure)
         where = "below" if value < row.low / LOOSE else "above" if value > row.high * LOOSE else "inside"
-        found.append(
-            Comparable(pair=row.pair, what=row.what, source=row.source, ours=row.ours, figure=row.figure, low=row.low,
-                       high=row.high, value=value, where=where)
-        )  # fmt: skip
+        told = {name: getattr(row, name) for name in ("pair", "what", "source", "ours", "figure", "low", "high")}
+        found.append(Comparable(**told, value=value, where=where))
     return tuple(found)
 
 

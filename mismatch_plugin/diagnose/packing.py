@@ -17,15 +17,15 @@ from mismatch_plugin.data.arrays import Ints
 from mismatch_plugin.data.read import InputError
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.versions import version_number, version_of_tokens
-from mismatch_plugin.diagnose.batch import Batch, Tokens
+from mismatch_plugin.diagnose.batch import Batch
 
-_ONE = "predictions take 1, without settings whose criteria depend on the advantage"
+OF_PREDICTIONS = "predictions take 1, without settings whose criteria depend on the advantage"
 MAX_TOKENS = 500_000
 """Tokens on which settings are predicted; of more, a random part is taken."""
 _PIECE = 1 << 20
 
 
-def packed_of(batch: Batch) -> tuple[PackedSequences, tuple[str, ...]]:
+def packed_of(batch: Batch) -> tuple[PackedSequences, list[str]]:
     """(the batch in the form that training corrects, what a reader must know).
 
     Float64. A sequence is a response, its tokens are those that train and that training could use: a number on both
@@ -36,38 +36,14 @@ def packed_of(batch: Batch) -> tuple[PackedSequences, tuple[str, ...]]:
     that what is left out splits no turn.
     Raises InputError where no token is left.
     """
-    tokens, notes = _sound(batch)
-    starts = np.flatnonzero(np.diff(tokens.sample, prepend=-1))
-    order, places = tokens.sample[starts], np.split(tokens.position, starts[1:])
-    samples = [batch.samples[index] for index in order]
-    advantages, said = _advantages(batch, samples, places)
-    versions = at_places(numbered_versions, samples, places)
-    trained_at = {version_number(sample.trainer_version) for sample in samples}
-    packed = PackedSequences(
-        loss_mask=torch.ones(len(tokens), dtype=torch.bool),
-        lengths=tuple(map(len, places)),
-        rollout_log_probs=torch.from_numpy(tokens.rollout),
-        old_log_probs=torch.from_numpy(tokens.training),
-        advantages=advantages,
-        entropy=_given("entropy", samples, places),
-        positions=torch.from_numpy(tokens.position),
-        weight_versions=None if versions.min() < 0 else torch.from_numpy(versions),
-        trainer_version=trained_at.pop() if len(trained_at) == 1 else None,
-        unit_ids=torch.from_numpy(at_places(_turns, samples, places)),
-        sequence_ids=tuple(order.tolist()),
-    )
-    return packed, (*notes, *said)
-
-
-def _sound(batch: Batch) -> tuple[Tokens, list[str]]:
-    tokens, notes = batch.tokens, []
+    tokens, notes = batch.tokens, list[str]()
     if lost := batch.token_count - len(tokens):
         notes.append(f"{lost} of {batch.token_count} tokens that train have no number on one side: they are left out")
-    none = torch.zeros(len(tokens), dtype=torch.bool)
-    codes = classify(torch.from_numpy(tokens.training), torch.from_numpy(tokens.rollout), none)
+    everywhere = torch.ones(len(tokens), dtype=torch.bool)
+    codes = classify(torch.from_numpy(tokens.training), torch.from_numpy(tokens.rollout), ~everywhere)
     if (codes != SOUND).any():
-        counts = torch.bincount(codes, minlength=len(KINDS)).tolist()
-        shown = ", ".join(f"{n} {kind}" for kind, n in zip(KINDS, counts, strict=True) if n and kind != "sound")
+        counts = zip(KINDS, torch.bincount(codes, minlength=len(KINDS)).tolist(), strict=True)
+        shown = ", ".join(f"{count} {kind}" for kind, count in counts if count and kind != "sound")
         notes.append(
             f"tokens with an invalid log-prob ({shown}) are left out, where training stops at them unless "
             f"--rollout-log-prob-policy says otherwise"
@@ -75,19 +51,39 @@ def _sound(batch: Batch) -> tuple[Tokens, list[str]]:
         tokens = tokens.where((codes == SOUND).numpy())
     if not len(tokens):
         raise InputError("no token that trains has a sound log-prob on both sides: there is nothing to measure.")
-    return tokens, notes
+    starts = np.flatnonzero(np.diff(tokens.sample, prepend=-1))
+    packed = PackedSequences(
+        loss_mask=everywhere[: len(tokens)],
+        lengths=tuple(np.diff(starts, append=len(tokens)).tolist()),
+        rollout_log_probs=torch.from_numpy(tokens.rollout),
+        old_log_probs=torch.from_numpy(tokens.training),
+        positions=torch.from_numpy(tokens.position),
+        sequence_ids=tuple(tokens.sample[starts].tolist()),
+    )
+    samples = samples_of(batch, packed)
+    versions = at_tokens(numbered_versions, samples, packed)
+    trained_at = {version_number(sample.trainer_version) for sample in samples}
+    advantages, note = _advantages(batch, samples, packed)
+    packed = packed.replace(
+        advantages=advantages,
+        entropy=_given("entropy", samples, packed),
+        weight_versions=None if versions.min() < 0 else torch.from_numpy(versions),
+        trainer_version=trained_at.pop() if len(trained_at) == 1 else None,
+        unit_ids=torch.from_numpy(at_tokens(_turns, samples, packed)),
+    )
+    return packed, [*notes, note] if note else notes
 
 
-def at_places(values: Callable[[Sample], np.ndarray], samples: Sequence[Sample], places: Sequence[Ints]) -> np.ndarray:
-    """[T] the values of each sample at its places."""
-    return np.concatenate([values(sample)[place] for sample, place in zip(samples, places, strict=True)])
+def samples_of(batch: Batch, packed: PackedSequences) -> list[Sample]:
+    """The sample of each packed sequence."""
+    return [batch.samples[index] for index in packed.sequence_ids if isinstance(index, int)]
 
 
-def samples_of(batch: Batch, packed: PackedSequences) -> tuple[list[Sample], list[Ints]]:
-    """(the sample of each packed sequence, the places of its packed tokens in it)."""
+def at_tokens(values: Callable[[Sample], np.ndarray], samples: Sequence[Sample], packed: PackedSequences) -> np.ndarray:
+    """[T] of the values [n] of each sample those at its packed tokens."""
     assert packed.positions is not None
     places = np.split(packed.positions.numpy(), np.cumsum(packed.lengths)[:-1])
-    return [batch.samples[index] for index in packed.sequence_ids if isinstance(index, int)], places
+    return np.concatenate([values(sample)[place] for sample, place in zip(samples, places, strict=True)])
 
 
 def numbered_versions(sample: Sample) -> Ints:
@@ -103,50 +99,37 @@ def _turns(sample: Sample) -> Ints:
     return np.maximum(np.cumsum(begins) - 1, 0)
 
 
-def _given(name: str, samples: Sequence[Sample], places: Sequence[Ints]) -> Tensor | None:
+def _given(name: str, samples: Sequence[Sample], packed: PackedSequences) -> Tensor | None:
     """[T] this field, or None where a token has no finite value."""
     if any(getattr(sample, name) is None or len(getattr(sample, name)) != len(sample) for sample in samples):
         return None
-    found = at_places(lambda sample: getattr(sample, name), samples, places)
+    found = at_tokens(lambda sample: getattr(sample, name), samples, packed)
     return torch.from_numpy(found) if np.isfinite(found).all() else None
 
 
-def _advantages(
-    batch: Batch, samples: Sequence[Sample], places: Sequence[Ints]
-) -> tuple[Tensor | None, tuple[str, ...]]:
-    found = _given("advantages", samples, places)
+def _advantages(batch: Batch, samples: Sequence[Sample], packed: PackedSequences) -> tuple[Tensor | None, str]:
+    """([T] advantages, a note)."""
+    found = _given("advantages", samples, packed)
     if found is not None:
-        nothing = f"all advantages are 0, which trains nothing: {_ONE}"
-        return (found, ()) if found.any() else (None, (nothing,))
+        return (found, "") if found.any() else (None, f"all advantages are 0, which trains nothing: {OF_PREDICTIONS}")
     partly = "some tokens have no advantage, so none is used; " * any(s.advantages is not None for s in samples)
     if not all(map(_rewarded, samples)):
-        return None, (f"{partly}there are no advantages, and no reward of every response: {_ONE}",)
-    rewarded = [sample for sample in batch if _rewarded(sample)]
-    ids, how = _group_ids(rewarded)
-    if len(set(ids)) == len(ids):
-        ids, how = [0] * len(ids), "over the batch, for no two responses share a group or prompt"
-    values = group_advantages(_rewards(rewarded), ids).tolist()
-    if not any(values):
-        return None, (f"{partly}rewards are the same {how}: {_ONE}",)
-    of_sample = {sample.index: value for sample, value in zip(rewarded, values, strict=True)}
+        return None, f"{partly}there are no advantages, and no reward of every response: {OF_PREDICTIONS}"
+    groups, how = _groups([sample for sample in batch if _rewarded(sample)])
+    if len(set(groups.ids)) == len(groups.ids):
+        groups = Groups(groups.rewards, [0] * len(groups.ids))
+        how = "over the batch, for no two responses share a group or prompt"
+    values = group_advantages(groups.rewards, groups.ids)
+    if not values.any():
+        return None, f"{partly}rewards are the same {how}: {OF_PREDICTIONS}"
+    of_sample = dict(zip([sample.index for sample in batch if _rewarded(sample)], values.tolist(), strict=True))
     by_sample = torch.tensor([of_sample[sample.index] for sample in samples], dtype=torch.float64)
-    said = f"{partly}advantages are made of the rewards, centred and divided by their deviation {how}"
-    return by_sample.repeat_interleave(torch.tensor([len(place) for place in places])), (said,)
+    note = f"{partly}advantages are made of the rewards, centred and divided by their deviation {how}"
+    return by_sample.repeat_interleave(torch.tensor(packed.lengths)), note
 
 
 def _rewarded(sample: Sample) -> bool:
     return sample.reward is not None and bool(np.isfinite(sample.reward))
-
-
-def _rewards(samples: Sequence[Sample]) -> Tensor:
-    return torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
-
-
-def _group_ids(samples: Sequence[Sample]) -> tuple[Sequence[Hashable], str]:
-    """(the group of each, else its prompt; within what)."""
-    if all(sample.group is not None for sample in samples):
-        return [sample.group for sample in samples], "within each group"
-    return [sample.prompt_ids.tobytes() for sample in samples], "within each prompt"
 
 
 class Groups(NamedTuple):
@@ -156,43 +139,46 @@ class Groups(NamedTuple):
     ids: Sequence[Hashable]
 
 
+def _groups(samples: Sequence[Sample]) -> tuple[Groups, str]:
+    """(by the record's group, else by the prompt; within what)."""
+    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+    if all(sample.group is not None for sample in samples):
+        return Groups(rewards, [sample.group for sample in samples]), "within each group"
+    return Groups(rewards, [sample.prompt_ids.tobytes() for sample in samples]), "within each prompt"
+
+
 def groups_of(batch: Batch, packed: PackedSequences) -> Groups | None:
     """Rewards and groups of the packed responses; None where one has no finite reward, or no two share a group."""
-    samples, _ = samples_of(batch, packed)
-    ids, _ = _group_ids(samples)
-    if len(set(ids)) == len(ids) or not all(map(_rewarded, samples)):
+    samples = samples_of(batch, packed)
+    if not all(map(_rewarded, samples)):
         return None
-    return Groups(_rewards(samples), ids)
+    groups, _ = _groups(samples)
+    return None if len(set(groups.ids)) == len(groups.ids) else groups
 
 
-def subset(packed: PackedSequences, tokens: int = MAX_TOKENS, seed: int = 0) -> tuple[PackedSequences, tuple[str, ...]]:
+def subset(packed: PackedSequences, tokens: int = MAX_TOKENS, seed: int = 0) -> tuple[PackedSequences, list[str]]:
     """(whole responses drawn at random, in their order, of at most so many tokens; a note): all where they fit."""
     total = sum(packed.lengths)
     if total <= tokens:
-        return packed, ()
+        return packed, []
     lengths = np.array(packed.lengths)
     order = np.random.default_rng(seed).permutation(len(lengths))
     count = max(int(np.searchsorted(np.cumsum(lengths[order]), tokens, side="right")), 1)
     part = _responses(packed, np.sort(order[:count]))
-    note = f"settings are predicted on {sum(part.lengths)} of {total} tokens: {count} responses drawn at random"
-    return part, (note,)
+    return part, [f"settings are predicted on {sum(part.lengths)} of {total} tokens: {count} responses drawn at random"]
 
 
 def pieces(packed: PackedSequences, tokens: int = _PIECE) -> Iterator[PackedSequences]:
     """Whole responses one after the other, about so many tokens at a time: memory hardly grows with the batch."""
-    if sum(packed.lengths) <= tokens:
-        yield packed
-        return
     lengths = np.array(packed.lengths)
     piece = (np.cumsum(lengths) - lengths) // tokens
     for number in np.unique(piece):
-        yield _responses(packed, np.flatnonzero(piece == number))
+        yield packed if number == piece[-1] == 0 else _responses(packed, np.flatnonzero(piece == number))
 
 
 def _responses(packed: PackedSequences, rows: Ints) -> PackedSequences:
     """These alone; rows ascend."""
-    chosen = np.isin(np.arange(len(packed.lengths)), rows)
-    where = torch.from_numpy(np.repeat(chosen, packed.lengths))
+    where = torch.from_numpy(np.repeat(np.isin(np.arange(len(packed.lengths)), rows), packed.lengths))
     tensors = {item.name: getattr(packed, item.name) for item in fields(packed)}
     changed: dict[str, Any] = {name: value[where] for name, value in tensors.items() if isinstance(value, Tensor)}
     kept = {name: tuple(np.array(getattr(packed, name))[rows].tolist()) for name in ("lengths", "sequence_ids")}

@@ -153,12 +153,14 @@ function start(document) {
   if (data) controls(document, data, all);
 }
 
-/* The first picture, and level, mode and bounds over the user's own data. */
+/* The first picture, and level, mode and bounds over the user's own data where settings are predicted. */
 function controls(document, data, all) {
-  const { edges, levels, settings, first } = data, form = document.getElementById("try").elements;
+  const { edges, levels, settings, first } = data;
   const logs = (...items) => items.flatMap(({ lower, upper }) => [lower, upper]).map((bound) => bound === null ? null : Math.log(bound));
   const there = (bounds) => bounds.filter((bound) => bound !== null);
   draw(document.getElementById("distribution"), edges, levels[first.level], logs(first), there(logs(first)));
+  if (!document.getElementById("try")) return;
+  const form = document.getElementById("try").elements;
   const above = edges.findIndex((edge) => edge > 0), none = { lower: -1, upper: edges.length };
   Object.assign(form.lower, { min: -1, max: above - 1 });
   Object.assign(form.upper, { min: above, max: edges.length });

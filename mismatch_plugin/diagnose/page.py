@@ -61,10 +61,9 @@ def write_page(diagnosis: Diagnosis, path: Path, *, host: str | None = None) -> 
     if advised:
         caption += f"; in the pale area {OUTSIDE.get(advised.mode, 'they are rejected')}, as recommended"
     if histograms is not None:
-        levels = {name: level.model_dump() for name, level in histograms.levels.items()}
         first = (advised or words.Controls("token", "none", None, None))._asdict()
-        data = {"edges": histograms.edges, "levels": levels, "settings": settings, "first": first}
-        data = _finite(data | {"judged": list(RS_LEVELS), "units": UNIT_NAMES})
+        data = histograms | {"settings": settings, "first": first, "judged": list(RS_LEVELS), "units": UNIT_NAMES}
+        data = _finite(data)
     flags = dict[str, tuple[str, str]]()
     if advice:
         flags = {name: (HOSTS.get(name, name), text) for name, text in advice.flags.items()}
@@ -82,14 +81,10 @@ def write_page(diagnosis: Diagnosis, path: Path, *, host: str | None = None) -> 
         host=host or "",
         gate=words.gate_words(diagnosis.gate) if diagnosis.gate else None,
         flags=flags,
-        known=_known_table(diagnosis),
-        sizes=_size_table(diagnosis),
-        quantiles=_quantile_table(diagnosis),
+        **_tables(diagnosis),
         breakdowns={} if diagnosis.size is None else diagnosis.size.breakdowns,
         headers=HEADERS,
         predictions=_prediction_rows(diagnosis),
-        bounds=_bounds_table(diagnosis),
-        metrics=_metrics_table(diagnosis),
         pieces=lambda flags: re.split(r"(\s+)", flags),
         words=words,
         figure=figure,
@@ -111,10 +106,7 @@ def _settings(diagnosis: Diagnosis) -> list[dict[str, Any]]:
         at = words.controls_of(item.settings)
         if at is not None and item.algorithm != 1:  # there PPO-clip's own ratio is a weight, which no control has
             found.append({"name": item.setting + " (recommended)" * (item.setting == best), **at._asdict()})
-    found.sort(key=lambda item: not item["name"].endswith(" (recommended)"))
-    return found or [
-        {"name": "algorithm 2, token, truncate 2", "level": "token", "mode": "truncate", "lower": None, "upper": 2.0}
-    ]
+    return sorted(found, key=lambda item: not item["name"].endswith(" (recommended)"))
 
 
 def _finite(value: Any) -> Any:
@@ -126,45 +118,41 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _known_table(diagnosis: Diagnosis) -> Table:
-    """Every known gap of the same kind of pair, next to this one."""
-    rows = tuple(
+def _tables(diagnosis: Diagnosis) -> dict[str, Table]:
+    """known: every known gap of the same kind of pair, next to this one. sizes, quantiles, bounds, metrics."""
+    known = [
         (of.pair, of.figure, span(of.low, of.high), figure(of.value), of.where, of.what, of.source)
         for of in diagnosis.normal
-    )
-    headers = ("pair", "figure", "range", "here", "", "model and engines", "source")
-    note = f"Up to {LOOSE:g} times above or below a range counts as inside: most are of one run."
-    return Table("Known gaps, nats per token", headers, rows, notes=(note,))
-
-
-def _size_table(diagnosis: Diagnosis) -> Table:
-    known, rows = words.known(diagnosis), words.size_rows(diagnosis)
-    shown = tuple((name, f"{value} {unit}".strip(), known.get(name, NOTHING)) for name, value, unit in rows)
-    return Table("Figures", ("figure", "measured", "known"), shown)
-
-
-def _quantile_table(diagnosis: Diagnosis) -> Table:
-    rows: list[tuple[str, str, str]] = []
-    for name, value in diagnosis.size.quantiles.items() if diagnosis.size else ():
-        ratio = math.exp(min(max(value, -SAFETY_BOUND), SAFETY_BOUND))
-        rows.append((name.removeprefix("p") + " %", compact(value).replace("-", "−", value < 0), compact(ratio)))
-    return Table("Quantiles of the tokens", ("share below", "log-ratio", "ratio"), tuple(rows))
-
-
-def _bounds_table(diagnosis: Diagnosis) -> Table:
-    rows = tuple(
+    ]
+    ranges = words.known(diagnosis)
+    sizes = [
+        (name, f"{value} {unit}".strip(), ranges.get(name, NOTHING)) for name, value, unit in words.size_rows(diagnosis)
+    ]
+    quantiles = [
+        (f"{name.removeprefix('p')} %", compact(value).replace("-", "−", value < 0), compact(_ratio(value)))
+        for name, value in (diagnosis.size.quantiles if diagnosis.size else {}).items()
+    ]
+    bounds = [
         (level.replace("_growing", ", growth 0.5"), kept, compact(lower), compact(upper))
         for level, of in diagnosis.bounds.items()
         for kept, (lower, upper) in of.items()
-    )
-    headers = ("level", "kept", "lower bound", "upper bound")
-    notes = ("growth 0.5: bounds of one token, to the power √n for a product over n tokens (--tis-bound-growth 0.5).",)
-    return Table("Bounds that keep a wished share", headers, rows, notes=notes)
+    ]
+    metrics = [(name, compact(v) if math.isfinite(v) else str(v)) for name, v in sorted(diagnosis.metrics.items())]
+    pair = ("pair", "figure", "range", "here", "", "model and engines", "source")
+    loose = f"Up to {LOOSE:g} times above or below a range counts as inside: most are of one run."
+    grown = "growth 0.5: bounds of one token, to the power √n for a product over n tokens (--tis-bound-growth 0.5)."
+    level = ("level", "kept", "lower bound", "upper bound")
+    return {
+        "known": Table("Known gaps, nats per token", pair, tuple(known), notes=(loose,)),
+        "sizes": Table("Figures", ("figure", "measured", "known"), tuple(sizes)),
+        "quantiles": Table("Quantiles of the tokens", ("share below", "log-ratio", "ratio"), tuple(quantiles)),
+        "bounds": Table("Bounds that keep a wished share", level, tuple(bounds), notes=(grown,)),
+        "metrics": Table(f"Metrics ({PREFIX}…), as training reports them", ("metric", "value"), tuple(metrics)),
+    }
 
 
-def _metrics_table(diagnosis: Diagnosis) -> Table:
-    rows = tuple((name, compact(v) if math.isfinite(v) else str(v)) for name, v in sorted(diagnosis.metrics.items()))
-    return Table(f"Metrics ({PREFIX}…), as training reports them", ("metric", "value"), rows)
+def _ratio(log_ratio: float) -> float:
+    return math.exp(min(max(log_ratio, -SAFETY_BOUND), SAFETY_BOUND))
 
 
 HEADERS = ("setting", "choice", "kept", "kept, A > 0", "kept, A < 0", "kept: short / middle / long", "ESS of weights",
@@ -173,9 +161,9 @@ HEADERS = ("setting", "choice", "kept", "kept, A > 0", "kept, A < 0", "kept: sho
 
 def _prediction_rows(diagnosis: Diagnosis) -> list[list[Cell]]:
     """All predictions, the chosen ones first."""
-    marks = {id(item): (place, mark) for place, (mark, item) in enumerate(words.chosen_predictions(diagnosis))}
-    rows = sorted(diagnosis.predictions, key=lambda item: marks.get(id(item), (math.inf, ""))[0])
-    return [_cells(item, marks.get(id(item), (0, ""))[1]) for item in rows]
+    chosen = words.chosen_predictions(diagnosis)
+    others = [item for item in diagnosis.predictions if all(item is not other for _, other in chosen)]
+    return [_cells(item, mark) for mark, item in [*chosen, *(("", item) for item in others)]]
 
 
 def _cells(item: Prediction, mark: str) -> list[Cell]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,14 +43,11 @@ def predict(
     puts before A ∇ log π, the ratio, or 0 where its clip is active), ρ the ratio, A the advantages (1 where there are
     none), u a unit: a token, or at turn level a turn, at sequence and geometric level a response, over which w A is
     summed:
-    kept: rollout_corr/accepted_token_fraction
-    mean_weight, max_weight: of the kept tokens
-    ess: (Σ w)² / (n Σ w²) over units
+    ess: (Σ w)² / (n Σ w²) over units. mean_weight, max_weight: of the kept tokens
     noise: Σ_u x_u² / (Σ_u |x_u|)² with x = w A, divided by that of x = A: 1 is as noisy as no correction, at every
         level alike; inf if nothing is left
     bias: |Σ_u (w − ρ) A| / Σ_u |ρ A|, ρ the level's own ratio before bounding, at geometric level the product:
         what the level itself leaves uncorrected is not in it
-    groups_changed: `core.groups.group_metrics`, what `rs.group` exclude would change
 
     What training reports, too, is read from the statistics that it reports: equal to the last digit for the same batch.
     In algorithms 1 and 3, and under `rs.policy` current, the training side is π_θ, which is π_old in the first step.
@@ -60,8 +56,7 @@ def predict(
     Raises InvalidLogProbError, ValueError as `correct`.
     """
     data = _Data(packed, groups)
-    measured = bounds_for(packed) if bounds is None else bounds
-    return [data.prediction(*setting) for setting in settings_for(packed, own, measured)]
+    return [data.prediction(*setting) for setting in settings_for(packed, own, bounds or bounds_for(packed))]
 
 
 def predict_one(
@@ -242,20 +237,16 @@ class _Data:
         return Prediction(setting=name, settings=settings, **given)
 
     def level(self, name: str) -> tuple[LevelUnits, float, float, float]:
-        """Its units, without their ratios; Σ ρ A and Σ |ρ A| over them, ρ before bounding, at geometric level, whose
-        mean is no ratio of probabilities, that of the whole response; the noise of A."""
+        """Its units; Σ ρ A and Σ |ρ A| over them, ρ before bounding, at geometric level, whose mean is no ratio of
+        probabilities, that of the whole response; the noise of A."""
         if name not in self._levels:
             of = units_in(name, self.packed)
             if of.unit.multiplies or of.unit.per_token:
                 advantages_U = of.total(self.advantages_T)
                 values = bounded_exp(of.log_ratio_U) * advantages_U
-                total, absolute, noise = float(values.sum()), float(values.abs().sum()), _noise(advantages_U)
+                self._levels[name] = of, float(values.sum()), float(values.abs().sum()), _noise(advantages_U)
             else:
-                _, total, absolute, noise = self.level("sequence")
-            none = torch.empty(0)  # to sum over units needs no values: they would be kept for nothing
-            tokens_U = none if of.index_T is None else of.tokens_U
-            kept = replace(of, log_ratio_U=none, count_U=none, tokens_U=tokens_U)
-            self._levels[name] = kept, total, absolute, noise
+                self._levels[name] = of, *self.level("sequence")[1:]
         return self._levels[name]
 
     def clip(self, config: MismatchConfig) -> Tensor:

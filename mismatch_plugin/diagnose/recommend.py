@@ -44,8 +44,7 @@ class Rule:
     run: the user's run, in words. also: what else must hold of the figures.
     kl: [from, to) of k3, nats per token. length: the longest response at most, trained tokens. kl_length: their product
     at most.
-    preset: the settings. changes: what differs from it, as nested settings. reason: why these. keeps: share of the
-    tokens that they leave in the loss, at least.
+    preset: the settings. changes: what differs from it, as nested settings. reason: why these.
     bounds: level of the bounds on the ratio that the data may give in place of the preset's, "" for none. data_bounds:
     they always do.
     """
@@ -56,12 +55,11 @@ class Rule:
     reason: str
     changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
     also: Callable[[Figures], bool] = lambda _: True
-    kl: tuple[float, float] = (0.0, math.inf)
+    kl: tuple[float, float] = (SMALL_K3, FAR_K3)
     length: float = math.inf
     kl_length: float = math.inf
     bounds: str = ""
     data_bounds: bool = False
-    keeps: float = 0.9
 
     def holds(self, figures: Figures) -> bool:
         """Whether this is the row of such a run."""
@@ -77,7 +75,6 @@ class Rule:
 
     @property
     def config(self) -> MismatchConfig:
-        """The settings."""
         with ignore_mismatch_warnings():
             return quiet_preset(self.preset).replace(**self.changes)
 
@@ -111,7 +108,7 @@ RULES = (
         reason=f"only where it is meant (--accept {UNEXPLAINED}): token weights bound the gradient and reject nothing. "
         "Else inspect recommends nothing, since no weight repairs a wrong temperature, a filter or old weights",
         also=lambda figures: figures.k3_kl >= FAR_K3 or figures.ess < MIN_EFFECTIVE_SAMPLE_SIZE,
-        keeps=1.0,
+        kl=(0.0, math.inf),
     ),
     Rule(
         name="one step",
@@ -120,9 +117,7 @@ RULES = (
         reason="the pass is saved and the weights are made anew at every step; there is no trust region, so not with "
         "several mini-batches",
         also=lambda figures: figures.one_step and figures.expensive_pass,
-        kl=(SMALL_K3, FAR_K3),
         kl_length=1.0,
-        keeps=1.0,
     ),
     Rule(
         name="bypass",
@@ -132,7 +127,6 @@ RULES = (
         "it grows (lost at two bits in the comparison)",
         also=lambda figures: figures.expensive_pass and not figures.stale,
         kl=(0.0, CLIPPED_KL),
-        keeps=1.0,
     ),
     Rule(
         name="in sync",
@@ -140,7 +134,6 @@ RULES = (
         preset="disabled",
         reason="no algorithm differs at such a mismatch: a weight adds variance for nothing. Keep the metrics",
         kl=(0.0, SMALL_K3),
-        keeps=1.0,
     ),
     Rule(
         name="stale",
@@ -150,8 +143,6 @@ RULES = (
         "gained wherever rollouts were stale. Bypass, whose clip limits the lag itself, ended higher there; it was "
         "lost where weights were rounded, too",
         also=lambda figures: figures.stale >= 1,
-        kl=(SMALL_K3, FAR_K3),
-        keeps=1.0,
     ),
     Rule(
         name="token_advantages",
@@ -160,9 +151,7 @@ RULES = (
         reason="a token's advantage is about what follows it, so the product of the ratios up to it is its weight. Its "
         "bias is below that of token weights; at a larger KL × length few tokens have much of the weight",
         also=lambda figures: figures.credit >= CREDIT,
-        kl=(SMALL_K3, FAR_K3),
         kl_length=0.5,
-        keeps=1.0,
     ),
     Rule(
         name="short",
@@ -170,10 +159,8 @@ RULES = (
         preset="seq_is",
         reason="the weight of the whole response: unbiased up to its bound while π_θ is π_old, and so short a product "
         "of ratios keeps its variance small",
-        kl=(SMALL_K3, FAR_K3),
         length=SHORT,
         kl_length=1.0,
-        keeps=1.0,
     ),
     Rule(
         name="turns",
@@ -184,8 +171,6 @@ RULES = (
         "product over all turns does not. Exact where turns are contexts of their own; else what earlier turns change "
         "is not reweighted",
         also=lambda figures: figures.mean_turns >= 2 and figures.kl_turn <= 1.0 < figures.kl_length,
-        kl=(SMALL_K3, FAR_K3),
-        keeps=1.0,
     ),
     Rule(
         name="long",
@@ -194,8 +179,6 @@ RULES = (
         reason="least variance of all weights, at any length; a product of ratios would spread with the length until "
         "one response has all the weight. Its bias (what came before a token is not reweighted) is small while the "
         "mismatch is",
-        kl=(SMALL_K3, FAR_K3),
-        keeps=1.0,
     ),
 )
 """The first that holds is taken."""
@@ -332,7 +315,7 @@ def rules_table() -> Table:
         parts = [f"to {rule.length:g} tokens"] if rule.length < math.inf else []
         parts += [f"KL × length to {rule.kl_length:g}"] if rule.kl_length < math.inf else []
         more = f"{rule.setting.removeprefix(rule.preset)}{', bounds from `inspect`' * rule.data_bounds}"
-        keeps = "all" if rule.keeps == 1.0 else f"≥ {rule.keeps:.0%}"
+        keeps = f"≥ {LEAST_KEPT:.0%}" if rule.config.rejects else "all"
         rows.append((rule.run, kl, ", ".join(parts) or "any", f"`{rule.preset}`{more}", keeps, rule.reason))
     added = [(f"in addition: {item.run}", "any", "any", item.flag, NOTHING, item.reason) for item in ADDITIONS]
     headers = ("your run", "KL, nats per token", "longest response", "setting", "tokens kept", "why")

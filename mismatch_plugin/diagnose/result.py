@@ -26,15 +26,13 @@ class _Model(BaseModel):
 
 
 class Prediction(_Model):
-    """What a setting would do to these data, without training. Formulas: `predict`.
+    """What a setting would do to these data, without training. ess, noise, bias: as in `predict`.
 
     setting: its name, a preset or "algorithm 2, token, truncate 2". settings: as a file for --mismatch-config has them.
     kept: share of the response tokens that stay in the loss; _positive, _negative: of those with A > 0 and A < 0, None
     without such; by_length: of the shortest, middle and longest third of the responses, () where lengths do not differ.
-    unit: what has one weight: token, turn or sequence. ess: effective sample size of the weights in them, as a share.
-    noise: Σ (w A)² / (Σ |w A|)² over units as a multiple of that without weights. bias: |Σ (w − ρ) A| / Σ |ρ A|, ρ of
-    the setting's own level. groups_changed: share of groups whose advantages change if rejected responses leave mean
-    and deviation of their group; None where nothing rejects or groups are unknown.
+    unit: what has one weight: token, turn or sequence. groups_changed: share of groups whose advantages change if
+    rejected responses leave mean and deviation of their group; None where nothing rejects or groups are unknown.
     second_pass: a forward pass for π_old is needed. own: of the user's own settings.
     """
 
@@ -105,40 +103,10 @@ class Group(_Model):
 
 
 class Size(_Model):
-    """How large the mismatch is. edges, counts: histogram of the log-ratio (len(edges) = len(counts) + 1; the first and
-    last bin hold what lies beyond). quantiles: of the log-ratio, by "p0.1" … "p99.9". breakdowns: by what → groups."""
+    """How large the mismatch is. quantiles: of the log-ratio, by "p0.1" … "p99.9". breakdowns: by what → groups."""
 
-    edges: tuple[float, ...]
-    counts: tuple[int, ...]
     quantiles: dict[str, float]
     breakdowns: dict[str, tuple[Group, ...]]
-
-
-class LevelHistogram(_Model):
-    """The units of one level in the bins that any unit falls into, column by column.
-
-    bins: i holds edges[i − 1] ≤ l < edges[i] of `Histograms.edges`; 0 and len(edges) are open outwards. units: how
-    many. tokens, positive, negative: their response tokens, those with A > 0 and with A < 0. ratio, squared: Σ ρ and
-    Σ ρ² over units. by_token: Σ ρ over their tokens. ρ within e^±20.
-    """
-
-    bins: tuple[int, ...]
-    units: tuple[int, ...]
-    tokens: tuple[int, ...]
-    positive: tuple[int, ...]
-    negative: tuple[int, ...]
-    ratio: tuple[float, ...]
-    squared: tuple[float, ...]
-    by_token: tuple[float, ...]
-
-
-class Histograms(_Model):
-    """What the page's sliders are worked out from, exactly for bounds that are edges. edges: on the log-ratio.
-    levels: by name, turn where a response has several. signed: advantages were there."""
-
-    edges: tuple[float, ...]
-    levels: dict[str, LevelHistogram]
-    signed: bool
 
 
 class Diagnosis(_Model):
@@ -148,8 +116,8 @@ class Diagnosis(_Model):
     fixed: with what the findings explain undone, where that is possible and changes anything.
     metrics: as training reports them, for the user's settings; level: whose units they count.
     normality: whether the gap is of a known size, in one sentence; normal: the figures that it goes by. bounds: level →
-    wished share kept ("99%", "99.9%") → (lower, upper) on the ratio that keep it. histograms: for the page, not in the
-    JSON. one_sided: there is no training side.
+    wished share kept ("99%", "99.9%") → (lower, upper) on the ratio that keep it. histograms: `levels.histograms`, for
+    the page and not in the JSON. one_sided: there is no training side.
     """
 
     verdict: Verdict
@@ -173,7 +141,7 @@ class Diagnosis(_Model):
     bounds: dict[str, dict[str, tuple[float, float]]] = {}
     recommendation: Recommendation | None = None
     gate: Gate | None = None
-    histograms: Histograms | None = Field(default=None, exclude=True, repr=False)
+    histograms: dict[str, Any] | None = Field(default=None, exclude=True, repr=False)
     notes: tuple[str, ...] = ()
 
     @property

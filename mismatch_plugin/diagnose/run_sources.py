@@ -10,10 +10,10 @@ import csv
 import io
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.files import read_lines, read_text, validate_regular_file
@@ -22,7 +22,7 @@ from mismatch_plugin.report.log import METRICS, number_in, read_steps, record_in
 
 Rows = list[dict[str, float]]
 
-EVENTS = "tfevents"
+_EVENTS = "tfevents"
 """In the name of each of TensorBoard's files."""
 _CSV = (".csv", ".tsv")
 _DUMPS = (".pt", ".pth", ".npz", ".parquet", ".jsonl", ".json")
@@ -77,16 +77,29 @@ def _column(name: str) -> _Column | None:
     return None
 
 
+def _files(path: Path) -> tuple[Literal["lines", "csv", "events"], list[Path]]:
+    """The files of a run's metrics that a path stands for, by name; none in a folder that holds something else."""
+    if not path.is_dir():
+        return "events" if _EVENTS in path.name else "csv" if path.suffix.lower() in _CSV else "lines", [path]
+    if (path / METRICS).is_file():
+        return "lines", [path / METRICS]
+    if events := sorted(file for file in path.rglob(f"*{_EVENTS}*") if not file.is_dir()):
+        return "events", events
+    files = sorted(file for file in path.iterdir() if not file.name.startswith("."))
+    holds_dump = any(file.suffix.lower() in _DUMPS for file in files)
+    return "csv", [] if holds_dump else [file for file in files if file.suffix.lower() in _CSV]
+
+
 def kind_of(path: Path) -> Literal["metrics", "dump"]:
     """Whether PATH of `inspect` is the metrics that a run wrote or the samples themselves: by name, and for JSONL by
     what its first lines hold: samples, else steps of a tracker. Other files are dumps.
 
     Raises ValueError or OSError where the file cannot be read.
     """
+    form, files = _files(path)
     if path.is_dir():
-        found = (path / METRICS).exists() or any(path.rglob(f"*{EVENTS}*")) or _exports(path)
-        return "metrics" if found else "dump"
-    if EVENTS in path.name or path.name == METRICS or path.suffix.lower() in _CSV:
+        return "metrics" if files else "dump"
+    if form != "lines" or path.name == METRICS:
         return "metrics"
     if path.suffix.lower() not in (".jsonl", ".json"):
         return "dump"
@@ -104,28 +117,32 @@ def kind_of(path: Path) -> Literal["metrics", "dump"]:
     return "metrics" if numbers else "dump"
 
 
-def _exports(folder: Path) -> list[Path]:
-    """The CSVs of a folder that holds no file of a dump."""
-    files = sorted(file for file in folder.iterdir() if not file.name.startswith("."))
-    if any(file.suffix.lower() in _DUMPS for file in files):
-        return []
-    return [file for file in files if file.suffix.lower() in _CSV]
-
-
 def read_source(path: str | Path, run: str | None = None) -> Source:
     """Read a run's metrics. run: text that tells one run or family from others in what stands before a metric's name.
 
     Raises ValueError naming the file where it cannot be read, holds several runs, or nothing that is known.
     """
-    path, notes = Path(path), []
+    path, notes = Path(path), list[str]()
+    if not path.exists():
+        raise ValueError(f"{path} is not there: give {_ACCEPTED}.")
+    form, files = _files(path)
+    folders = sorted({file.parent for file in files})
+    if not files:
+        raise ValueError(f"{path} holds neither {METRICS} nor TensorBoard events nor CSVs: give {_ACCEPTED}.")
+    if len(folders) > 1:
+        listed = _listed(str(folder.relative_to(path)) for folder in folders)
+        raise ValueError(f"{path} holds TensorBoard events of {len(folders)} runs: give one of {listed}.")
+    charts = form == "csv" and path.is_dir()
+    path = files[0] if form == "lines" else folders[0] if path.is_dir() else path
     try:
-        path = _resolve(path)
-        if EVENTS in path.name or (path.is_dir() and any(path.glob(f"*{EVENTS}*"))):
-            rows, notes = _events(path)
-        elif path.is_dir():
-            rows = _charts(path)
+        for file in files:
+            validate_regular_file(file)
+        if form == "events":
+            rows = _events(path, files, notes)
+        elif form == "csv":
+            rows = _charts(files) if charts else _csv(path)
         else:
-            rows = _csv(path) if path.suffix.lower() in _CSV else list(read_steps(path))
+            rows = list(read_steps(path))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}. Give {_ACCEPTED}.") from None
     except UnicodeDecodeError as error:
@@ -145,26 +162,6 @@ def read_source(path: str | Path, run: str | None = None) -> Source:
     return Source(ours, numbers, path, tuple(notes), host)
 
 
-def _resolve(path: Path) -> Path:
-    """The file, or the folder of event files or CSVs, that a path stands for."""
-    if not path.exists():
-        raise ValueError(f"{path} is not there: give {_ACCEPTED}.")
-    written = path / METRICS
-    if not path.is_dir() or (written.exists() and not written.is_dir()):
-        path = written if path.is_dir() else path
-        validate_regular_file(path)
-        return path
-    folders = sorted({file.parent for file in path.rglob(f"*{EVENTS}*") if file.is_file()})
-    if not folders and _exports(path):
-        return path
-    if not folders:
-        raise ValueError(f"{path} holds neither {METRICS} nor TensorBoard events nor CSVs: give {_ACCEPTED}.")
-    if len(folders) > 1:
-        listed = _listed([str(folder.relative_to(path)) for folder in folders])
-        raise ValueError(f"{path} holds TensorBoard events of {len(folders)} runs: give one of {listed}.")
-    return folders[0]
-
-
 def _columns(path: Path, rows: Rows, run: str | None) -> list[_Column]:
     """The known columns of one run; where several are the same metric, the plugin's own, else the first of KNOWN.
 
@@ -179,18 +176,18 @@ def _columns(path: Path, rows: Rows, run: str | None) -> list[_Column]:
             f"It has: {_listed(seen) or 'nothing'}. The plugin writes none with --mismatch-metrics off."
         )
     if run is not None:
-        runs = list(dict.fromkeys(column.before for column in columns))
+        runs = dict.fromkeys(repr(column.before) for column in columns)
         columns = [c for c in columns if c.before.startswith(run)] or [c for c in columns if run in c.before]
         if not columns:
-            raise ValueError(f"--run {run} is none of those in {path}: there is {_listed(map(repr, runs))}.")
+            raise ValueError(f"--run {run} is none of those in {path}: there is {_listed(runs)}.")
     held: dict[str, _Column] = {}
     for column in sorted(columns, key=lambda column: column.rank):
         first = held.setdefault(column.ours, column)
         if first is not column and first.rank == column.rank:
+            runs = dict.fromkeys(repr(column.before) for column in columns)
             raise ValueError(
-                f"{path} holds {column.metric} for several runs, "
-                f"{_listed(dict.fromkeys(repr(column.before) for column in columns))}: choose one with --run, by how "
-                f"its name begins or a part of it."
+                f"{path} holds {column.metric} for several runs, {_listed(runs)}: choose one with --run, by how its "
+                f"name begins or a part of it."
             )
     return list(held.values())
 
@@ -210,23 +207,21 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _csv(path: Path) -> Rows:
-    text = read_text(path, encoding="utf-8-sig")
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    text = io.StringIO(read_text(path, encoding="utf-8-sig"), newline="")
+    reader = csv.DictReader(text, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
     begun, rows = 1, []
     try:
-        header = next(reader, [])
+        header = list(reader.fieldnames or ())
         if twice := next((name for name in header if name and header.count(name) > 1), None):
             raise ValueError(f"{path} has the column {twice} twice: give an export in which it is there once.")
         begun = reader.line_num + 1
         for cells in reader:
-            if len(cells) > len(header):
+            if None in cells:
                 raise ValueError(
-                    f"{path}, line {reader.line_num} has {len(cells)} cells for {len(header)} columns: is it cut, or "
-                    f"not separated by commas?"
+                    f"{path}, line {reader.line_num} has more cells than the {len(header)} columns: is it cut, or not "
+                    f"separated by commas?"
                 )
-            values = {name: number_in(cell) for name, cell in zip(header, cells, strict=False)}
-            rows.append({name: value for name, value in values.items() if value is not None})
+            rows.append({name: value for name, cell in cells.items() if (value := number_in(cell)) is not None})
             begun = reader.line_num + 1
     except csv.Error as error:
         raise ValueError(
@@ -235,12 +230,12 @@ def _csv(path: Path) -> Rows:
     return rows
 
 
-def _charts(folder: Path) -> Rows:
+def _charts(files: Sequence[Path]) -> Rows:
     """W&B's charts of one run, each a CSV of its own: what they hold of one step is one row."""
     merged: dict[float, dict[str, float]] = {}
     unknown: Rows = []
     axis = None
-    for file in _exports(folder):
+    for file in files:
         rows = _csv(file)
         if not any(_column(name) for row in rows for name in row):
             unknown += rows
@@ -260,35 +255,42 @@ def _charts(folder: Path) -> Rows:
     return [merged[step] for step in sorted(merged)] or unknown
 
 
-def _events(path: Path) -> tuple[Rows, list[str]]:
-    """The scalars of a file, or of a folder where a resumed run writes another file, and notes: where files have a
-    known tag in common, the later one counts from its first step on.
+def _events(path: Path, files: Sequence[Path], notes: list[str]) -> Rows:
+    """The scalars of event files. A resumed run writes another file: where files have a known tag in common, the later
+    one counts from its first step on. notes: gets what was left out.
 
     Raises ValueError where two of them begin at the same step, as of two runs, and where tensorboard is not installed.
     """
     try:
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.compat.tensorflow_stub.errors import DataLossError, OutOfRangeError
+        from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
         from tensorboard.util.tensor_util import make_ndarray
     except ImportError:
         raise ValueError(
             f"{path} holds TensorBoard events, and tensorboard is not installed: pip install 'mismatch-plugin[lab]'."
         ) from None
-    # A name has when its writer began, its host, process and number: 10 comes after 9.
-    found = path.glob(f"*{EVENTS}*") if path.is_dir() else [path]
     rows: dict[int, dict[str, float]] = {}
-    notes: list[str] = []
-    for file in sorted(found, key=lambda file: [int(part) for part in re.findall(r"\d+", file.name)]):
-        validate_regular_file(file)
-        events: Any = EventAccumulator(str(file), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    # A name has when its writer began, its host, process and number: 10 comes after 9.
+    for file in sorted(files, key=lambda file: [int(part) for part in re.findall(r"\d+", file.name)]):
         new: dict[int, dict[str, float]] = {}
-        for tag in events.Tags()["scalars"]:
-            for event in events.Scalars(tag):
-                new.setdefault(event.step, {})[tag] = float(event.value)
-        for tag in events.Tags()["tensors"]:
-            for event in events.Tensors(tag):
-                array: Any = make_ndarray(event.tensor_proto)
-                if array.size == 1 and array.dtype.kind in "biuf":
-                    new.setdefault(event.step, {})[tag] = float(array.reshape(()))
+        reader = PyRecordReader_New(str(file))
+        try:
+            while True:
+                reader.GetNext()
+                event = Event.FromString(reader.record())
+                for value in event.summary.value:
+                    if value.HasField("simple_value"):
+                        new.setdefault(event.step, {})[value.tag] = value.simple_value
+                    elif value.HasField("tensor"):
+                        array = make_ndarray(value.tensor)
+                        if array.size == 1 and array.dtype.kind in "biuf":
+                            new.setdefault(event.step, {})[value.tag] = float(array.reshape(()))
+        except OutOfRangeError:  # its end
+            pass
+        except DataLossError:
+            where = f"after step {max(new)}" if new else "before its first step"
+            notes.append(f"{file.name} is cut or damaged {where}: nothing behind that was read")
         tags = {tag for row in rows.values() for tag in row}
         if any(tag in tags and _column(tag) for row in new.values() for tag in row):
             if min(new) <= min(rows):
@@ -303,4 +305,4 @@ def _events(path: Path) -> tuple[Rows, list[str]]:
             rows[step] = rows.get(step, {}) | values
     if not rows:
         raise ValueError(f"{path} holds no events with a number: it is damaged, or its writer has written none yet.")
-    return [{**rows[step], "step": float(step)} for step in sorted(rows)], notes
+    return [{**rows[step], "step": float(step)} for step in sorted(rows)]

@@ -322,7 +322,7 @@ def inspect_run(
     advice = None
     agrees = (found.k3_kl <= normal.SMALL_K3) == found.data.startswith(_WORDS[0])  # with the size by other figures
     if found.verdict == "normal" and agrees and not math.isnan(found.k3_kl):  # no advice next to "find the cause"
-        advice = recommend(Figures(k3_kl=found.k3_kl, ess=math.nan, mean_length=math.inf, max_length=math.inf))
+        advice = recommend(Figures(k3_kl=found.k3_kl, ess=math.nan, max_length=math.inf))
     if as_json:
         body = asdict(found) | {"headline": found.data, "source": str(source.path), "settings": where}
         body |= {"recommendation": advice and advice.model_dump(), "gate": verdict and verdict.model_dump()}

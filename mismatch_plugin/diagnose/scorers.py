@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,6 +106,20 @@ class Checkpoint:
         return torch.stack(chosen, dim=1).to(torch.int32).numpy()
 
 
+def _ask(url: str, what: str, question: Callable[[Any], Awaitable[Any]], **settings: Any) -> Any:
+    """The answer of a server. question: of its client. Raises InputError: it does not do what was asked."""
+    from mismatch_plugin.sglang.client import GenerateError, RequestError, SGLangClient
+
+    async def ask() -> Any:
+        async with SGLangClient(url, retries=1, **settings) as client:
+            return await question(client)
+
+    try:
+        return asyncio.run(ask())
+    except (GenerateError, RequestError, ValueError) as error:
+        raise InputError(f"the server at {shown(url)} does not {what}: {error}") from None
+
+
 def rescore(url: str, records: Sequence[Sample], vocab_size: int | None = None) -> tuple[list[Floats], list[str]]:
     """The server's own log-probs of the responses, at temperature 1, as its current weights give them; and what of the
     server's settings is known to widen the mismatch.
@@ -113,20 +127,11 @@ def rescore(url: str, records: Sequence[Sample], vocab_size: int | None = None) 
     Raises InputError where the server does not answer or its answer does not fit.
     """
     from mismatch_plugin.config import MismatchWarning
-    from mismatch_plugin.sglang.client import GenerateError, RequestError, SGLangClient
 
     sequences = [[*record.prompt_ids.tolist(), *record.response_ids.tolist()] for record in records]
-
-    async def ask() -> list[Floats]:
-        async with SGLangClient(url, retries=1, vocab_size=vocab_size) as client:
-            return await client.rescore(sequences)
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", MismatchWarning)
-        try:
-            scored = asyncio.run(ask())
-        except (GenerateError, RequestError, ValueError) as error:
-            raise InputError(f"the server at {shown(url)} does not rescore: {error}") from None
+        scored = _ask(url, "rescore", lambda client: client.rescore(sequences), vocab_size=vocab_size)
     found = [values[len(record.prompt_ids) :] for record, values in zip(records, scored, strict=True)]
     return found, [str(note.message) for note in caught if issubclass(note.category, MismatchWarning)]
 
@@ -144,11 +149,11 @@ def with_reference(samples: Sequence[Sample], start: Checkpoint) -> list[Sample]
     return [sample.with_fields(ref_log_probs=values) for sample, values in pairs]
 
 
-def from_checkpoint(model: Checkpoint, records: Sequence[Sample]) -> tuple[list[Sample], str]:
+def from_checkpoint(model: Checkpoint, records: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
     """--checkpoint: the records with a training side, and what it is."""
     samples = [with_training(*pair) for pair in zip(records, model.scored(records), strict=True)]
     samples = [one.with_fields(trained_experts=model.experts(one)) for one in samples]
-    return samples, f"training side: {model.folder} in float32, at each record's temperature"
+    return samples, [f"training side: {model.folder} in float32, at each record's temperature"]
 
 
 def from_server(url: str, records: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
@@ -194,26 +199,15 @@ def sample_live(urls: Sequence[str], model: Checkpoint | None, live: Live) -> Du
 
     Raises InputError naming the server that does not answer, or what cannot be made into ids.
     """
-    from mismatch_plugin.sglang.client import GenerateError, RequestError, SGLangClient
-
     ids, note = _prompt_ids(live.prompts, model)
     try:
         sampling = SamplingParameters(temperature=live.temperature, max_new_tokens=live.max_new_tokens)
     except ValidationError as error:
         raise InputError(f"--{plain_error(error, SamplingParameters)}") from None
     each, responses = max(1, -(-live.samples // len(ids))), list[Sample]()
-
-    async def ask(url: str) -> list[Sample]:
-        async with SGLangClient(
-            url, retries=1, vocab_size=model and model.vocab, rollout_log_prob_policy="neutral"
-        ) as client:
-            return await client.generate(ids, sampling, samples_per_prompt=each)
-
+    settings = {"vocab_size": model and model.vocab, "rollout_log_prob_policy": "neutral"}
     for number, url in enumerate(urls):
-        try:
-            told = asyncio.run(ask(url))
-        except (GenerateError, RequestError, ValueError) as error:
-            raise InputError(f"the server at {shown(url)} does not sample: {error}") from None
+        told = _ask(url, "sample", lambda client: client.generate(ids, sampling, samples_per_prompt=each), **settings)
         responses += [one.with_fields(sample_id=f"live-{number}-{index}") for index, one in enumerate(told)]
     what = f"{len(responses)} responses sampled now from {', '.join(map(shown, urls))}"
     return Dump(responses, format="live", notes=(f"{what} at temperature {live.temperature:g}, {note}",))

@@ -112,8 +112,8 @@ def show(
     if (level := diagnosis.fixed) is not None:
         figures = f"mean |Δ log p| {figure(level.abs_mean)}, k3 {figure(level.k3_kl)}"
         screen.say(f"once fixed: {figures}, which is {size_class(level)}")
-    for reason in words.undecided(diagnosis):
-        screen.say(f"not decided: {reason}", short=not brief)
+    for reason in words.undecided(diagnosis, short=not brief):
+        screen.say(f"not decided: {reason}")
     if brief:
         for note in diagnosis.notes:
             screen.say(f"note: {note}", whole=True)

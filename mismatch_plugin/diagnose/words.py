@@ -15,6 +15,8 @@ from mismatch_plugin.diagnose.result import VERDICTS, Comparable, Diagnosis, Gat
 from mismatch_plugin.report.table import NOTHING, figure
 
 ALTERNATIVES = 3
+TOO_FEW = "not enough tokens to tell"
+"""How reasons of `findings.too_few` begin."""
 
 
 class Controls(NamedTuple):
@@ -78,13 +80,16 @@ def without_advice(diagnosis: Diagnosis) -> str:
     return f"No setting is recommended{why}. {diagnosis.next_step}".strip()
 
 
-def undecided(diagnosis: Diagnosis) -> tuple[str, ...]:
-    """What could not be looked for; without a training side that is all that compares, which is said elsewhere."""
-    return tuple(
-        f"{', '.join(item.faults)}: {item.reason}"
-        for item in diagnosis.undecided
-        if not (diagnosis.one_sided and item.reason == NO_TRAINING)
-    )
+def undecided(diagnosis: Diagnosis, short: bool = False) -> list[str]:
+    """What could not be looked for; without a training side that is all that compares, which is said elsewhere.
+
+    short: in one line where it is for want of tokens.
+    """
+    items = [item for item in diagnosis.undecided if not (diagnosis.one_sided and item.reason == NO_TRAINING)]
+    few = [item for item in items if short and item.reason.startswith(TOO_FEW)]
+    said = [f"{', '.join(item.faults)}: {item.reason}" for item in items if item not in few]
+    names = ", ".join(dict.fromkeys(fault for item in few for fault in item.faults))
+    return [*said, f"{names}: {TOO_FEW}"] if few else said
 
 
 def label(item: Finding) -> str:

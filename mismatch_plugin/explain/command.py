@@ -51,18 +51,19 @@ def explain(
         typer.Option("--markdown", help="Print GitHub markdown instead of terminal tables.", rich_help_panel=_OUTPUT),
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Of your own numbers: print one JSON object.", rich_help_panel=_OUTPUT)
+        bool, typer.Option("--json", help="Of one setting: print one JSON object.", rich_help_panel=_OUTPUT)
     ] = False,
 ) -> None:
     """Show what a setting makes of every token: weight, rejection, loss and gradient.
 
-    Without numbers: a worked example, eight tokens under every mode and
-    level, criterion and objective.
+    Alone: a worked example, eight tokens under every mode and level,
+    criterion and objective. With settings as on a launch line (--use-tis
+    --tis-level sequence, or --mismatch-preset NAME; docs/settings.md has them
+    all): those eight tokens under these settings, from ratio to gradient.
 
-    With --train and --rollout: the same of your own, under the settings that
-    follow as on a launch line (--use-tis --tis-level sequence, or
-    --mismatch-preset NAME; docs/settings.md has them all). Commas stand
-    between tokens, semicolons between sequences, or the option is repeated:
+    With --train and --rollout: numbers of your own in place of the example's.
+    Commas stand between tokens, semicolons between sequences, or the option
+    is repeated:
 
     mismatch-plugin explain --train '-1.2,-0.3; -0.7' --rollout '-1.0,-0.4;
     -2.3' --advantages '1; -1' --use-tis --rs-veto-threshold 0.1
@@ -74,25 +75,25 @@ def explain(
         "entropy": entropy, "versions": versions, "rewards": rewards, "groups": groups,
     }  # fmt: skip
     try:
-        if not any(given.values()):
-            if context.args or as_json:
-                stray = (*context.args, "--json")[0]
-                raise ValueError(f"{stray} is for numbers of your own: give --train and --rollout, or leave it out.")
+        if not any(given.values()) and not context.args and trainer_version is None:
+            if as_json:
+                raise ValueError("--json is for one setting: give its flags, as --use-tis, or leave --json out.")
             _example(mode or (), level or (), markdown)
             return
         if mode or level:
-            raise ValueError("--mode and --level are of the worked example: write --tis-mode and --tis-level.")
-        _own_numbers(given, trainer_version, context.args, markdown, as_json)
+            raise ValueError("--mode and --level narrow the table of all settings: write --tis-mode and --tis-level.")
+        _one_setting(given, trainer_version, context.args, markdown, as_json)
     except ValueError as error:
         typer.echo(f"cannot explain: {error}", err=True)
         raise typer.Exit(2) from None
 
 
-def _own_numbers(
+def _one_setting(
     given: dict[str, Numbers], trainer_version: int | None, flags: list[str], markdown: bool, as_json: bool
 ) -> None:
     from mismatch_plugin.config import MismatchConfig
     from mismatch_plugin.explain.account import account
+    from mismatch_plugin.explain.example import example_numbers
     from mismatch_plugin.explain.numbers import read_numbers
     from mismatch_plugin.explain.tables import tables
     from mismatch_plugin.report.terminal import show
@@ -100,8 +101,11 @@ def _own_numbers(
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
         config = MismatchConfig.from_words(flags)
-    numbers = read_numbers(given, trainer_version=trainer_version)
-    _validate_used(given, trainer_version, config)
+    if any(given.values()) or trainer_version is not None:
+        numbers = read_numbers(given, trainer_version=trainer_version)
+        _validate_used(given, trainer_version, config)
+    else:
+        numbers = example_numbers(config)
     found = account(numbers, config)
     if as_json:
         typer.echo(found.model_dump_json(indent=2))

@@ -17,6 +17,7 @@ from mismatch_plugin.core.groups import group_advantages
 from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.segments import spread
+from mismatch_plugin.explain.numbers import Numbers
 from mismatch_plugin.report.table import Table
 
 MODES = ("truncate", "clip", "mask")
@@ -58,6 +59,13 @@ def example_batch() -> PackedSequences:
 def current_log_probs() -> Tensor:
     """[T] log π_θ of the batch, float64, with gradient."""
     return torch.tensor([math.log(token[2]) for row in _ROWS for token in row], dtype=torch.float64).requires_grad_()
+
+
+def example_numbers(config: MismatchConfig) -> Numbers:
+    """The batch with what these settings read of it: π_ref is π_old, the entropy 1, rewards where groups need them."""
+    packed = example_batch()
+    packed = packed.replace(ref_log_probs=packed.old_log_probs, entropy=torch.ones(packed.loss_mask.shape))
+    return Numbers(current_log_probs(), packed, None if config.rs.group == "keep" else list(_REWARDS))
 
 
 def example_tables() -> tuple[Table, ...]:

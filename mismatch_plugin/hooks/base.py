@@ -346,10 +346,8 @@ class Parser(ArgumentParser):
 
 
 def peek(argv: Sequence[str], table: Mapping[str, dict[str, Any]]) -> tuple[Namespace, set[str]]:
-    """The values of some of the host's own flags, with the host's defaults, and the destinations that were typed.
-
-    table: flag → options of add_argument. Everything else on the line is passed over; the host's parser reads it.
-    """
+    """The values of some of the host's own flags (table: flag → options of add_argument), and the destinations that
+    were typed. Everything else on the line is passed over; the host's parser reads it."""
     parser = Parser(add_help=False, allow_abbrev=False)
     actions = [parser.add_argument(flag, **options) for flag, options in table.items()]
     values, _ = parser.parse_known_args(list(argv))
@@ -358,10 +356,8 @@ def peek(argv: Sequence[str], table: Mapping[str, dict[str, Any]]) -> tuple[Name
 
 
 def settled(settle: Callable[[Namespace], None]) -> Callable[..., Namespace]:
-    """What to wrap a host's argument parser in (`wrap_once`), for its Namespace to go through `settle`.
-
-    Where `settle` raises ValueError the program ends with that sentence, before training starts.
-    """
+    """What to wrap a host's argument parser in, for its Namespace to go through `settle`, whose ValueError ends the
+    program with that sentence, before training starts."""
 
     def parse_and_settle(own: Callable[..., Namespace], *args: Any, **kwargs: Any) -> Namespace:
         namespace = own(*args, **kwargs)
@@ -411,11 +407,6 @@ def wrap_once(owner: Any, name: str, around: Callable[..., Any]) -> None:
         for path, loaded in list(sys.modules.items()):
             if path.split(".")[0] in (package, "__main__") and vars(loaded).get(name) is found:
                 setattr(loaded, name, wrapped)
-
-
-def is_wrapped(function: Any) -> bool:
-    """Whether `wrap_once` made it."""
-    return hasattr(function, _OWN)
 
 
 def start_block(host: str, lines: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.validity import InvalidLogProbError
 from mismatch_plugin.hooks.base import wrap_once
-from mismatch_plugin.hooks.megatron_core.extra_losses import extra_losses
+from mismatch_plugin.hooks.megatron_core.model import extra_losses
 from mismatch_plugin.parallel.agreement import StepKind, settings_of
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.step import Step, deferred_with, end_step

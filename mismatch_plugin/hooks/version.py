@@ -5,7 +5,6 @@ Nothing of a host is imported: versions are read from its files, and the commit 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -58,8 +57,7 @@ def version_line(host: Host, folders: Sequence[Path] = ()) -> str:
 
 def read_version(host: Host, root: Path) -> HostVersion:
     """What the tree at `root` is: a checkout, or the folder in which the host is installed."""
-    version, commit = _distribution(host.distribution or host.name, root)
-    return HostVersion(_declared(root / host.version_file) or version, _checked_out(root) or commit)
+    return HostVersion(_declared(root / host.version_file) or _installed(host, root), _checked_out(root))
 
 
 def validate_megatron_version(folders: Sequence[Path] = ()) -> None:
@@ -99,16 +97,13 @@ def _declared(path: Path) -> str | None:
     return None if found is None else found[1]
 
 
-def _distribution(name: str, root: Path) -> tuple[str | None, str | None]:
-    """(version, commit) of an installed distribution whose files are in `root`: pip records where it got a commit."""
+def _installed(host: Host, root: Path) -> str | None:
+    """The version of the distribution whose files are in `root`."""
     try:
-        found = metadata.distribution(name)
-        if Path(str(found.locate_file(""))).resolve() != root.resolve():
-            return None, None
-        source = json.loads(found.read_text("direct_url.json") or "{}")
-    except (metadata.PackageNotFoundError, OSError, ValueError):
-        return None, None
-    return found.version, source.get("vcs_info", {}).get("commit_id")
+        found = metadata.distribution(host.distribution or host.name)
+    except metadata.PackageNotFoundError:
+        return None
+    return found.version if Path(str(found.locate_file(""))).resolve() == root.resolve() else None
 
 
 def _checked_out(root: Path) -> str | None:

@@ -107,7 +107,6 @@ def _parser() -> Parser:
 
 
 def _action(parser: ArgumentParser, token: str) -> Any:
-    """The flag of ours that a token is; None for another."""
     return parser._option_string_actions.get(token.partition("=")[0])
 
 

@@ -31,12 +31,6 @@ _EVENTS: dict[str, Callable[[Sequence[Any]], Sequence[Any]]] = {
 }
 _LAUNCHER = "mismatch_plugin.launch"  # a script may start itself anew through it
 _PYTHON = re.compile(r"(python|pythonw|pypy)[\d.]*(\.exe)?")
-# What behind a program starts a trainer.
-_STARTERS = {
-    **dict.fromkeys(("torchrun", "deepspeed", "torchx", "horovodrun", "sbatch", "qsub"), r"\S+"),
-    "accelerate": "launch",
-    "ray": "submit|exec",
-}
 # Programs that may name a trainer and do not run it, and modules that `python -m` runs next to a training.
 _READERS = re.compile(
     r"cat|cp|mv|ls|ln|rm|mkdir|git|grep|find|p?kill|killall|pgrep|head|tail|wc|diff|echo|printf|touch|chmod|rsync|scp|sed"
@@ -46,7 +40,6 @@ _TOOLS = re.compile(
     "pip|venv|ensurepip|compileall|json|http|zipfile|site|sysconfig|platform|timeit|sglang|sglang_router|vllm|ray|torch"
     "|wandb|tensorboard|ninja|numpy|huggingface_hub|pytest|mypy|nltk|spacy|grpc_tools|mismatch_plugin"
 )
-_TRAINER = re.compile(r"(train[\w-]*\.py|main_ppo(\.py)?)$")
 _HARMLESS = re.compile(r"(^|/)setup\.py$|(site|dist)-packages/")  # the latter is what Ray and torch run of their own
 
 
@@ -125,40 +118,29 @@ def refusal(host: Host, script: str, what: str) -> str:
 
 
 def starts_trainer(words: Sequence[str]) -> bool:
-    """Whether a command starts a trainer, or something that may start one, itself or behind `env`, `srun`, `ssh` …
+    """Whether a command starts a script that may train, itself or behind `env`, `srun`, `ssh`, a line of shell …
 
-    The first word that is a program known here decides; without one, a word that is a training script does, or a line
-    of shell in a word. What is taken for harmless and is none is found when the script has ended.
+    What is taken for harmless and is none is found when the script has ended.
     """
-    for at, word in enumerate(words):
-        program, rest = os.path.basename(word), words[at + 1 :]
-        if _READERS.fullmatch(program):
-            return False
-        if _PYTHON.fullmatch(program):
-            return _python_trains(rest)
-        if program in _STARTERS:
-            return re.search(rf"(^| )({_STARTERS[program]})( |$)", " ".join(rest)) is not None
-        if any(space in word for space in " \n"):
-            lines = re.split("[;&|()`\n]+", re.sub("[\"']", "", word.replace("\\\n", " ")))
-            if any(starts_trainer(line.split()) for line in lines):
-                return True
-        elif (
-            _TRAINER.search(word)
-            or word.endswith(".sh")
-            or (word.endswith(".py") and (at == 0 or words[at - 1] == "run"))
-        ):
-            return True
-    return False
+    if _READERS.fullmatch(os.path.basename(words[0])):
+        return False
+    text = re.sub("[\"']", "", " ".join(words).replace("\\\n", " "))
+    return any(_trains(line.split()) for line in re.split("[;&|()`\n]+", text))
 
 
-def _python_trains(rest: Sequence[str]) -> bool:
-    """Whether Python with these arguments runs a script or module that may train."""
-    for word, following in zip(rest, [*rest[1:], ""], strict=False):
-        if re.fullmatch(r"-\w*c", word):
+def _trains(words: Sequence[str]) -> bool:
+    """Of one simple command: the first reader, module or script in it decides."""
+    python = False
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        program = os.path.basename(word)
+        python = python or _PYTHON.fullmatch(program) is not None
+        module = following if word == "-m" else word[2:] if python and word.startswith("-m") else ""
+        if _READERS.fullmatch(program) or (python and re.fullmatch(r"-\w*c", word)):
             return False
-        if word.startswith("-m"):
-            module = word[2:] or following
+        if module:
             return module.startswith("torch.distributed") or not _TOOLS.fullmatch(module.split(".")[0])
         if word.endswith((".py", ".sh")):
             return not _HARMLESS.search(word)
+        if program in ("sbatch", "qsub") or (program == "ray" and {"submit", "exec"} & {*words}):
+            return True
     return False

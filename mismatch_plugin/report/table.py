@@ -55,17 +55,10 @@ class Table:
         columns = zip(*(self.column(header) for header in headers), strict=True)
         return replace(self, headers=headers, rows=tuple(columns), code=self.code & set(headers))
 
-    def printable(self, unicode: bool) -> Table:
-        """The same for a terminal: without control characters, and in ASCII where it shows no more."""
-        rows = tuple(tuple(printable(cell, unicode) for cell in row) for row in self.rows)
-        headers = tuple(printable(header, unicode) for header in self.headers)
-        code = frozenset(printable(header, unicode) for header in self.code)
-        return replace(self, title=printable(self.title, unicode), headers=headers, rows=rows, code=code)
-
     def to_markdown(self) -> str:
         """GitHub's markdown; code columns in backticks, `|` escaped, one line a row, notes as a list below."""
         lines = [_line(self.headers), _line("---" for _ in self.headers)]
-        lines += [_line(map(self._cell, self.headers, row)) for row in self.rows]
+        lines += [_line(map(self.cell, self.headers, row)) for row in self.rows]
         if self.notes:
             lines += ["", *(f"- {note}" for note in self.notes)]
         return "\n".join(lines) + "\n"
@@ -110,7 +103,8 @@ class Table:
         """The lines of a column's cells: a name each where it holds names."""
         return [part for cell in self.column(header) for part in (cell.split(", ") if header in self.code else [cell])]
 
-    def _cell(self, header: str, cell: str) -> str:
+    def cell(self, header: str, cell: str) -> str:
+        """A cell in markdown."""
         if header not in self.code or cell == NOTHING:
             return cell
         return ", ".join(f"`{part}`" for part in cell.split(", ") if part)

@@ -99,7 +99,8 @@ def test_kernels_for_a_budget(metrics: str) -> None:
     packed = batch(64)
     for criterion, limit in (("sequence_mean:k3:0.1", 9), ("token:binary_kl:0.5", 15)):
         plain = correction(64, **rejecting(criterion), metrics=metrics)
-        config = mp.MismatchConfig.model_validate({**rejecting(f"{criterion}:share=0.1"), "metrics": metrics})
+        settings = {**rejecting(f"{criterion}:share=0.1"), "metrics": metrics}
+        config = mp.MismatchConfig(**settings)
         statistics = mp.correct(packed, config).statistics
         bound = count(statistics.thresholds)
         thresholds = statistics.thresholds()

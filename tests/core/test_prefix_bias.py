@@ -203,7 +203,7 @@ def test_beyond_the_rules_length_few_tokens_have_much_of_the_weight() -> None:
     """So other weights are recommended there, and without advantages of tokens."""
     longer = Process("mixing", 0, 200, 3 * RULE.kl_length / 200, 1.0)
     assert longer.prefix(quiet_preset("prefix_is"))[1] < 0.2
-    inside = Figures(k3_kl=0.0025, ess=0.99, mean_length=150, max_length=200, credit=CREDIT)
+    inside = Figures(k3_kl=0.0025, ess=0.99, max_length=200, credit=CREDIT)
     outside = [{"max_length": 201}, {"k3_kl": 0.9 * RULE.kl[0]}, {"k3_kl": RULE.kl[1]}, {"credit": 0.9 * CREDIT}]
     for changes in ({}, *outside):
         found = recommend(replace(inside, **changes))

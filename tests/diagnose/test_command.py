@@ -16,7 +16,6 @@ import mismatch_plugin as mp
 from mismatch_plugin.cli import app
 from mismatch_plugin.data.files import write_samples
 from mismatch_plugin.diagnose.diagnosis import own_settings
-from mismatch_plugin.diagnose.run_sources import kind_of
 from tests.fixtures.sglang_check.policies import FOLDER, recorded, score, training
 
 CLEAN = "bfloat16_temperature_1.0"
@@ -85,21 +84,15 @@ def test_an_accepted_fault_is_none(tmp_path: Path) -> None:
     assert unknown.exit_code == 2 and "--accept temprature is no fault" in unknown.output
 
 
-def test_few_tokens_are_not_decided(tmp_path: Path) -> None:
-    write_samples(tmp_path / "few.jsonl", [recorded(CLEAN)[0]])
-    result = _inspect(tmp_path / "few.jsonl", _training(tmp_path, first=1), "--json", "--no-report")
-    assert result.exit_code == 3 and json.loads(result.stdout)["verdict"] == "undecided"
-    alone = _inspect(RECORDS, "--json", "--no-report")
-    told = json.loads(alone.stdout)
-    assert alone.exit_code == 3 and told["verdict"] == "undecided" and told["recommendation"] is None
-
-
 def test_the_gate_fails_above_its_bar(tmp_path: Path) -> None:
     path = _training(tmp_path)
     failed = _inspect(RECORDS, path, "--json", "--no-report", "--gate-kl", "1e-9")
     gate = json.loads(failed.stdout)["gate"]
     assert failed.exit_code == 1 and gate["passed"] is False and gate["bar"] == 1e-9
     assert _inspect(RECORDS, path, "--no-report", "--gate-kl", "0").exit_code == 2
+    for bar, status in (("1e-6", 1), ("0.1", 0)):  # that of the user's own settings
+        result = _inspect(RECORDS, path, "--json", "--no-report", "--flags", f"--use-tis --mismatch-gate-kl {bar}")
+        assert result.exit_code == status and json.loads(result.stdout)["gate"]["bar"] == float(bar)
 
 
 def test_what_cannot_be_read_is_status_2(tmp_path: Path) -> None:
@@ -159,33 +152,6 @@ def test_one_thread_unless_told_otherwise_or_a_model_scores(tmp_path: Path, monk
         torch.set_num_threads(before)
 
 
-def test_metrics_and_dumps_are_told_apart(tmp_path: Path) -> None:
-    assert kind_of(RECORDS) == "dump"
-    export = tmp_path / "history.jsonl"
-    export.write_text('{"_step": 0, "train/loss": 1.0}\n{"_step": 1, "train/rollout_corr/kl": 0.1}\n')
-    assert kind_of(export) == "metrics"
-    (tmp_path / "steps").mkdir()
-    (tmp_path / "steps" / "0.pt").write_bytes(b"")
-    assert kind_of(tmp_path / "steps") == "dump"
-    (tmp_path / "metrics.jsonl").write_text('{"rollout_corr/kl": 0.1}\n')
-    assert kind_of(tmp_path) == "metrics"
-    result = _inspect(tmp_path, "--checkpoint", tmp_path)
-    assert result.exit_code == 2 and "holds a run's metrics: --checkpoint is not for that" in result.output
-
-
-def test_what_more_would_tell(tmp_path: Path) -> None:
-    told = json.loads(_inspect(RECORDS, "--json", "--no-report").stdout)
-    assert "no training side" in told["next_step"] and "--checkpoint" in told["next_step"]
-    told = json.loads(_inspect(RECORDS, _training(tmp_path, first=1000), "--json", "--no-report").stdout)
-    assert told["verdict"] == "normal" and told["next_step"] == ""
-    drifted = tmp_path / "drifted.jsonl"
-    lines = [{"train_log_probs": s.train_log_probs.tolist()} for s in score("drift-0.004-3", list(recorded(CLEAN)))]
-    drifted.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    told = json.loads(_inspect(RECORDS, drifted, "--json", "--no-report").stdout)
-    assert told["verdict"] == "large" and "--reference-checkpoint START" in told["next_step"]
-    assert told["recommendation"]["preset"] != "token_icepop"  # no router shows, whatever tail the drift has
-
-
 def test_no_setting_contradicts_the_line_above_it(tmp_path: Path) -> None:
     """Normal and small: disabled. Above normal for fp16, and small: none. Far: none, and the next command."""
 
@@ -221,28 +187,22 @@ def test_padding_on_the_left_is_told(tmp_path: Path) -> None:
         assert ("in 60 of 60 responses the first token does not train: if they are padded on the left" in said) == told
 
 
-def test_a_rollout_side_alone_asks_for_the_other() -> None:
+def test_what_more_would_tell(tmp_path: Path) -> None:
+    write_samples(tmp_path / "few.jsonl", [recorded(CLEAN)[0]])
+    few = _inspect(tmp_path / "few.jsonl", _training(tmp_path, first=1), "--json", "--no-report")
+    assert few.exit_code == 3 and json.loads(few.stdout)["verdict"] == "undecided"
+    drifted = tmp_path / "drifted.jsonl"
+    lines = [{"train_log_probs": s.train_log_probs.tolist()} for s in score("drift-0.004-3", list(recorded(CLEAN)))]
+    drifted.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told = json.loads(_inspect(RECORDS, drifted, "--json", "--no-report").stdout)
+    assert told["verdict"] == "large" and "--reference-checkpoint START" in told["next_step"]
+    assert told["recommendation"]["preset"] != "token_icepop"  # no router shows, whatever tail the drift has
     result = _inspect(RECORDS, "--no-report")
     text = " ".join(result.stdout.split())
     assert result.exit_code == 3 and "There is no training side: add TRAINING, --checkpoint NOW" in text
     assert text.lower().count("not decided") == 1 and "larger dump" not in text and "shift_by_one" not in text
     told = json.loads(_inspect(RECORDS, "--no-report", "--json").stdout)
-    assert told["one_sided"] and "shift_by_one" in told["undecided"][0]["faults"]
-
-
-def test_help_groups_the_options() -> None:
-    text = _inspect("--help").output
-    places = [text.index(f"─ {name} ─") for name in ("Dump", "Server", "Output", "Run's metrics")]
-    assert places == sorted(places) and "docs/inspect.md has the names" in " ".join(text.replace("│", " ").split())
-
-
-def test_settings_of_ones_own_with_a_gate_are_judged_by_it(tmp_path: Path) -> None:
-    path = _training(tmp_path)
-    for bar, status in (("1e-6", 1), ("0.1", 0)):
-        result = _inspect(RECORDS, path, "--json", "--no-report", "--flags", f"--use-tis --mismatch-gate-kl {bar}")
-        assert result.exit_code == status and json.loads(result.stdout)["gate"]["bar"] == float(bar)
-    result = _inspect(RECORDS, path, "--json", "--flags", "--mismatch-explain-only")
-    assert result.exit_code == 2 and json.loads(result.stdout)["verdict"] == "cannot_read"
+    assert told["one_sided"] and "shift_by_one" in told["undecided"][0]["faults"] and told["recommendation"] is None
 
 
 def test_numbers_that_cannot_be_measured_hide_no_finding(tmp_path: Path) -> None:
@@ -257,6 +217,11 @@ def test_numbers_that_cannot_be_measured_hide_no_finding(tmp_path: Path) -> None
         told = json.loads(result.stdout)
         assert result.exit_code == 1 and told["verdict"] == "fault" and told["size"] is None
         assert fault in [item["fault"] for item in told["findings"]]
+    gone = _inspect(RECORDS, _training(tmp_path, lambda values: [*values[:-1], None]), "--json", "--no-report")
+    told = json.loads(gone.stdout)
+    assert told["verdict"] == "fault" and told["predictions"] == [] and told["size"] is not None
+    assert any("have no number on one side: they are left out" in note for note in told["notes"])
+    assert not any("predictions" in note for note in told["notes"])
 
 
 def test_the_page_of_a_folder_lies_next_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,43 +233,28 @@ def test_the_page_of_a_folder_lies_next_to_it(tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "run.1_inspect" / "report.html").exists()
 
 
-def _strange(folder: Path, name: str = "dump.jsonl") -> Path:
-    """A dump of names that no file takes and of a terminal's commands, with a shift of all tokens."""
-    rows = []
+@pytest.mark.parametrize("name", ["dump.jsonl", "dump\udcff.jsonl"])
+def test_names_that_no_file_takes_and_commands_of_a_terminal_are_harmless(tmp_path: Path, name: str) -> None:
+    dump, out, rows = tmp_path / name, tmp_path / "out", []
     for index, sample in enumerate(training("float32", CLEAN)):
         values = [-0.5 - 0.01 * at for at in range(len(sample.train_log_probs))]
-        shifted = [value - 1.0 for value in values]
         rows.append({
             "prompt_ids": [1, 2], "response_ids": list(range(len(values))), "rollout_log_probs": values,
-            "log_probs": shifted, "sample_id": f"\ud800\x1b[31m{index}", "weight_versions": ["\udfff\x1b]0;x\x07"],
-            "group": "\ud801", "\x1b[2Jcolumn": 1,
+            "log_probs": [value - 1.0 for value in values], "sample_id": f"\ud800\x1b[31m{index}",
+            "weight_versions": ["\udfff\x1b]0;x\x07"], "group": "\ud801", "\x1b[2Jcolumn": 1,
         })  # fmt: skip
-    path = folder / name
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.mark.parametrize("name", ["dump.jsonl", "dump\udcff.jsonl"])
-def test_names_that_no_file_takes_are_told_in_ascii(tmp_path: Path, name: str) -> None:
-    dump = _strange(tmp_path, name)
-    out = tmp_path / "out"
+    dump.write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = _inspect(dump, "--json", "--out", out)
-    assert result.exit_code == 1 and result.output, result.exception
     found = json.loads(result.output)
+    assert result.exit_code == 1 and (out / "report.html").exists()
     assert Path(found["source"]).name == name.encode("utf-8", "backslashreplace").decode()
     assert r"\ud800" in str(found["findings"][0]["first"]) or r"\ud800" in result.output
-    assert (out / "report.html").exists()
-
-
-def test_no_command_of_a_dump_reaches_the_terminal(tmp_path: Path) -> None:
-    dump = _strange(tmp_path)
     for more in ("--brief", "--no-report"):
         result = _inspect(dump, more)
         assert result.exit_code == 1 and "\x1b" not in result.output and "\x07" not in result.output
     dump.write_text('{"response_ids": [1], "prompt_ids": [2], "\\u001b[2J": 1}\n')
     result = _inspect(dump)
     assert result.exit_code == 2 and "cannot inspect: " in result.output and "?[2J" in result.output, result.output
-    assert "\x1b" not in result.output
 
 
 def test_what_the_user_knows_of_the_pair_counts(tmp_path: Path) -> None:

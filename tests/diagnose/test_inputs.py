@@ -68,13 +68,8 @@ def test_brief_prints_the_findings_alone_and_writes_no_page(tmp_path: Path):
     for result in (clean, fault):
         assert "No setting" not in result.output and "ESS of" not in result.output and "Report" not in result.output
     assert [file.name for file in tmp_path.iterdir()] == ["training.jsonl"]
-    found, whole = (
-        _found(RECORDS, path),
-        json.loads(CliRunner().invoke(app, ["inspect", str(RECORDS), str(path), "--no-report", "--json"]).stdout),
-    )
-    assert found["predictions"] == [] and found.keys() == whole.keys()
-    same = ("verdict", "headline", "findings", "undecided", "mismatch", "fixed", "normality", "next_step")
-    assert {name: found[name] for name in same} == {name: whole[name] for name in same}
+    found = _found(RECORDS, path)
+    assert found["predictions"] == [] and found["findings"][0]["fault"] == "shift_by_one"
     contradicting = _run(RECORDS, path, "--out", tmp_path / "page")
     assert contradicting.exit_code == 2 and "--brief contradict each other" in contradicting.output
 
@@ -100,14 +95,6 @@ def test_staleness_counts_from_the_version_given(tmp_path: Path):
     assert _run(records, path, "--weight-version", "4", "--max-staleness", "3").exit_code == 0
 
 
-def test_a_checkpoint_is_a_training_side(checkpoint: Path):
-    clean = _run(FOLDER / "float32_temperature_0.7.jsonl", "--checkpoint", checkpoint)
-    assert clean.exit_code == 0, clean.output
-    (finding,) = _found(FOLDER / "raw_temperature_0.7.jsonl", "--checkpoint", checkpoint)["findings"]
-    assert (finding["fault"], finding["side"]) == ("temperature", "rollout")
-    assert finding["statistics"]["temperature"] == pytest.approx(1.0, abs=0.01)
-
-
 def test_a_checkpoint_tells_which_side_is_wrong(checkpoint: Path, tmp_path: Path):
     name = "float32_temperature_0.7"
     at_one = [
@@ -119,6 +106,10 @@ def test_a_checkpoint_tells_which_side_is_wrong(checkpoint: Path, tmp_path: Path
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (finding,) = _found(FOLDER / f"{name}.jsonl", path, "--checkpoint", checkpoint)["findings"]
     assert (finding["fault"], finding["side"]) == ("temperature", "training")
+    assert _run(FOLDER / f"{name}.jsonl", "--checkpoint", checkpoint).exit_code == 0  # itself a training side
+    (finding,) = _found(FOLDER / "raw_temperature_0.7.jsonl", "--checkpoint", checkpoint)["findings"]
+    assert (finding["fault"], finding["side"]) == ("temperature", "rollout")
+    assert finding["statistics"]["temperature"] == pytest.approx(1.0, abs=0.01)
 
 
 def test_a_server_is_a_training_side_at_temperature_1_only(server: str, checkpoint: Path, tmp_path: Path):

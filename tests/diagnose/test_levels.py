@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +18,10 @@ from mismatch_plugin.config.values import ignore_mismatch_warnings
 from mismatch_plugin.diagnose import page
 from mismatch_plugin.diagnose.levels import LEVELS, bound_edges, bounds_for, histograms, levels_of, units_in
 from mismatch_plugin.diagnose.packing import packed_of
+from mismatch_plugin.diagnose.predict import predict_one
 from mismatch_plugin.diagnose.words import Controls, controls_of
 from tests import ragged
 from tests.diagnose.browser import start
-from tests.diagnose.diagnoses import SETTINGS, data, packed, prediction
 from tests.diagnose.dumps import batch_of, drawn
 
 PACKED, _ = packed_of(drawn(400, spread=0.1))
@@ -107,22 +106,24 @@ def test_edges_are_round_ratios_and_counts_add_up_with_the_extremes_in_the_open_
         loss_masks=[[1, 1, 1], [0], [1, 1]],
     )
     of = histograms(batch)
-    token, sequence = of.levels["token"], of.levels["sequence"]
-    assert (sum(token.units), sum(token.positive), sum(token.negative)) == (5, 2, 2)
-    assert (token.bins[0], token.bins[-1]) == (0, len(of.edges))
-    assert sum(sequence.units) == 2 and sum(sequence.tokens) == 5  # sequence 1 has no token
-    assert token.ratio[-1] == math.exp(20.0) and all(map(math.isfinite, token.squared))
-    assert of.signed and not histograms(batch.replace(advantages=None)).signed
+    token, sequence = of["levels"]["token"], of["levels"]["sequence"]
+    assert [sum(token[name]) for name in ("units", "positive", "negative")] == [5, 2, 2]
+    assert (token["bins"][0], token["bins"][-1]) == (0, len(of["edges"]))
+    assert sum(sequence["units"]) == 2 and sum(sequence["tokens"]) == 5  # sequence 1 has no token
+    assert token["ratio"][-1] == math.exp(20.0) and all(map(math.isfinite, token["squared"]))
 
 
-@pytest.mark.parametrize("verdict", ["large", "fault"])
-def test_the_script_computes_what_the_core_computes(verdict: Any, tmp_path: Path):
+@pytest.mark.parametrize("spread", [0.1, 0.9])
+def test_the_script_computes_what_the_core_computes(spread: float, tmp_path: Path):
     """Every level × mode × bounds, and rejection alone."""
-    batch = packed(data(verdict))
-    batch = batch.replace(unit_ids=torch.cat([torch.arange(length) // 7 for length in batch.lengths]))
+    batch, _ = packed_of(drawn(60, spread))
+    batch = batch.replace(
+        unit_ids=torch.cat([torch.arange(length) // 7 for length in batch.lengths]),
+        advantages=torch.repeat_interleave(torch.arange(60) % 3 - 1.0, torch.tensor(batch.lengths)).double(),
+    )
     bounds = ((0.5, 2.0), (0.9, 1.1), (0.1, 20.0), (0.999, 1.0005))
     histogram = histograms(batch, [bound for pair in bounds for bound in pair])
-    edges, given = np.array(histogram.edges), []
+    edges, given = np.array(histogram["edges"]), []
     for level, (lower, upper) in [(level, pair) for level in LEVELS for pair in bounds]:
         for mode in ("truncate", "clip", "mask"):
             tis = {"level": level, "mode": mode, "upper_bound": upper}
@@ -132,7 +133,7 @@ def test_the_script_computes_what_the_core_computes(verdict: Any, tmp_path: Path
     script = Path(page.__file__).with_name("page.js").read_text()
     browser = start(tmp_path)
     try:
-        browser.evaluate(script[: script.index("function start")] + f";var h = {histogram.model_dump_json()}; 0")
+        browser.evaluate(script[: script.index("function start")] + f";var h = {json.dumps(histogram)}; 0")
         for one in given:
             at = controls_of(one)
             assert at is not None and at.upper is not None
@@ -142,28 +143,31 @@ def test_the_script_computes_what_the_core_computes(verdict: Any, tmp_path: Path
             found = browser.evaluate(
                 f"recompute(h.edges, h.levels[{json.dumps(at.level)}], {json.dumps(at.mode)}, {lower}, {upper})"
             )
-            expected = prediction("", one, batch)
+            with ignore_mismatch_warnings():
+                expected = predict_one(batch, mp.MismatchConfig.build(one))
             for name in FIGURES:
                 if name == "mean_weight" and not expected.kept:
                     assert found[name] is None
                 else:
                     assert found[name] == pytest.approx(getattr(expected, name), rel=1e-6, abs=1e-12), (one, name)
-        drawn = browser.evaluate("bars(h.edges, h.levels.token, [])")
-        assert sum(drawn["counts"]) + sum(drawn["beyond"]) == pytest.approx(len(batch.loss_mask), abs=1.5)
+        shown = browser.evaluate("bars(h.edges, h.levels.token, [])")
+        assert sum(shown["counts"]) + sum(shown["beyond"]) == pytest.approx(len(batch.loss_mask), abs=1.5)
     finally:
         browser.close()
 
 
 def test_where_a_setting_is_among_the_controls():
-    assert controls_of({"use_tis": True}) == Controls("token", "truncate", None, 2.0)
-    assert controls_of({"use_tis": True, "tis": {"mode": "mask", "upper_bound": math.inf, "lower_bound": 0}}) == (
-        Controls("token", "mask", None, None)
-    )
-    assert controls_of(SETTINGS["geo_rs"]) == Controls("geometric", "reject", 0.98, 1.02)
-    assert controls_of({"preset": "dppo_tv"}) == Controls("token", "truncate", None, 20.0)
-    assert controls_of({"preset": "seq_mis"}) == Controls("sequence", "truncate", None, 2.0)
+    for given_settings, found in (
+        ({"use_tis": True}, Controls("token", "truncate", None, 2.0)),
+        ({"use_tis": True, "tis": {"mode": "mask", "upper_bound": math.inf, "lower_bound": 0}},
+         Controls("token", "mask", None, None)),
+        ({"rs": {"criteria": ["sequence_mean:ratio:0.98:1.02"]}}, Controls("geometric", "reject", 0.98, 1.02)),
+        ({"preset": "dppo_tv"}, Controls("token", "truncate", None, 20.0)),
+        ({"preset": "seq_mis"}, Controls("sequence", "truncate", None, 2.0)),
+    ):  # fmt: skip
+        assert controls_of(given_settings) == found
     # Not understood, or no place on a slider: no bound, bounds that grow, a condition, staleness.
-    for none in ({}, SETTINGS["token:k3:0.1"], {"no_such_setting": 1}, {"preset": "no such"}, {"preset": "prefix_is"},
-                 {"preset": "kpop"}, {"rs": {"max_staleness": 1}},
+    for none in ({}, {"rs": {"criteria": ["token:k3:0.1"]}}, {"no_such_setting": 1}, {"preset": "no such"},
+                 {"preset": "prefix_is"}, {"preset": "kpop"}, {"rs": {"max_staleness": 1}},
                  {"rs": {"criteria": ["token:ratio:2@negative"]}}):  # fmt: skip
         assert controls_of(none) is None, none

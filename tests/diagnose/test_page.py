@@ -14,17 +14,15 @@ import pytest
 
 from mismatch_plugin.diagnose.findings import Place, Undecided
 from mismatch_plugin.diagnose.page import write_page
-from mismatch_plugin.diagnose.result import Diagnosis, Group, Verdict
+from mismatch_plugin.diagnose.result import VERDICTS, Diagnosis, Group, Size, Verdict
 from tests.diagnose.browser import Browser, start
-from tests.diagnose.diagnoses import FLAGS, diagnosis
-from tests.diagnose.diagnoses import cause as finding
+from tests.diagnose.diagnoses import advised, cause, diagnosis
 
-VERDICTS: tuple[Verdict, ...] = ("fault", "large", "normal", "undecided")
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>{{ 7 * 7 }}"
 
 
 class Tags(HTMLParser):
-    """Every tag with its attributes; what is open at the end; text by tag."""
+    """Every tag with its attributes; what is open at the end."""
 
     VOID = ("meta", "img", "br", "link", "input", "line", "rect")
 
@@ -48,8 +46,8 @@ class Tags(HTMLParser):
         return [attributes[name] for _, attributes in self.tags if name in attributes]
 
 
-def write(of: Diagnosis, folder: Path) -> tuple[str, Tags]:
-    html = write_page(of, folder / "report.html", host="slime").read_text(encoding="utf-8")
+def write(of: Diagnosis, folder: Path, host: str = "slime") -> tuple[str, Tags]:
+    html = write_page(of, folder / "report.html", host=host).read_text(encoding="utf-8")
     return html, Tags(html)
 
 
@@ -60,46 +58,27 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     found.close()
 
 
-def hostile() -> Diagnosis:
-    """What a file may hold everywhere that it is quoted, and numbers that are none."""
-    base = diagnosis("large")
-    assert base.size is not None and base.recommendation is not None
-    cause = finding("quantised", confidence="likely", evidence=HOSTILE, fix=HOSTILE,
-                  first=Place(sample=0, sample_id=HOSTILE, rollout=math.nan))  # fmt: skip
-    group = Group(name=HOSTILE, tokens=1, abs_mean=math.nan, kl=-math.inf, k3_kl=0.0, ess=math.nan)
-    size = base.size.model_copy(update={"breakdowns": {HOSTILE: (group,)}})
-    first = base.predictions[0].model_copy(update={"setting": HOSTILE, "ess": math.nan, "bias": math.inf})
-    changes = {"source": HOSTILE, "format": HOSTILE, "findings": (cause,), "size": size, "notes": (HOSTILE,),
-               "predictions": (first, *base.predictions[1:]), "metrics": {HOSTILE: math.inf}, "headline": HOSTILE,
-               "undecided": (Undecided(faults=("zero_fill",), reason=HOSTILE),),
-               "recommendation": base.recommendation.model_copy(
-                   update={"flags": {HOSTILE: HOSTILE}, "setting": HOSTILE, "watch": (HOSTILE,)})}  # fmt: skip
-    return base.model_copy(update=changes)
-
-
 @pytest.mark.parametrize("verdict", VERDICTS)
 def test_a_page_of_every_verdict(verdict: Verdict, tmp_path: Path, browser: Browser):
     html, tags = write(diagnosis(verdict), tmp_path)
-    assert tags.open == []
     ids = tags.values("id")
-    assert len(ids) == len(set(ids))
+    assert tags.open == [] and len(ids) == len(set(ids))
     assert all(target.startswith("#") and target[1:] in ids for target in tags.values("href"))
     assert tags.values("src") == [] and not re.search(r"@import|url\(", html)
     assert not any(tag in ("iframe", "link", "object", "img") for tag, _ in tags.tags)
     for name in ("aria-controls", "aria-labelledby", "aria-describedby", "for"):
         assert set(tags.values(name)) <= set(ids)
     first = html[: html.index("<nav")]
-    assert "Is this normal?" in first and "<svg" in first
-    assert all(flags.split()[0] in first for flags in FLAGS.values()) == (verdict in ("large", "normal"))
+    assert "Is this normal?" in first and "<svg" in first and ".." not in first and "`" not in first
+    assert ("Set this" in first) == ('id="host"' in first) == (verdict in ("large", "normal"))
     assert ("Fix this first" in first) == (verdict == "fault")
     assert ("Inspect a larger dump" in first) == (verdict == "undecided")
-    assert ".." not in first and "`" not in first
-    folded = re.findall(r"<details><summary>(Try|What)", html)
-    assert folded == ([] if verdict != "fault" else ["Try"])  # a fault has no predictions here
+    settings = [section for section in ("bounds", "predictions") if section in ids]
+    assert settings == (["bounds", "predictions"] if verdict in ("large", "normal") else []), "none under a fault"
     script = re.search(r"<script>(.*?)</script>", html, re.DOTALL)
     assert script is not None
     digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
-    assert f"script-src &#39;sha256-{digest}&#39;" in html or f"script-src 'sha256-{digest}'" in html
+    assert f"script-src 'sha256-{digest}'" in html.replace("&#39;", "'")
 
     path = tmp_path / "report.html"
     for width in (360, 1280):
@@ -115,17 +94,26 @@ def test_a_page_of_every_verdict(verdict: Verdict, tmp_path: Path, browser: Brow
 
 
 def test_what_a_file_holds_is_text(tmp_path: Path, browser: Browser):
-    html, tags = write(hostile(), tmp_path)
+    """Everywhere that it is quoted, next to numbers that are none; and a page of almost nothing."""
+    base = diagnosis("large")
+    found = cause("quantised", confidence="likely", evidence=HOSTILE, fix=HOSTILE,
+                  first=Place(sample=0, sample_id=HOSTILE, rollout=math.nan))  # fmt: skip
+    group = Group(name=HOSTILE, tokens=1, abs_mean=math.nan, kl=-math.inf, k3_kl=0.0, ess=math.nan)
+    first = base.predictions[0].model_copy(update={"setting": HOSTILE, "ess": math.nan, "bias": math.inf})
+    advice = advised().model_copy(update={"flags": {HOSTILE: HOSTILE}, "setting": HOSTILE, "watch": (HOSTILE,)})
+    of = diagnosis(
+        "large", source=HOSTILE, format=HOSTILE, findings=(found,), notes=(HOSTILE,), headline=HOSTILE,
+        size=Size(quantiles={"p1": 0.1}, breakdowns={HOSTILE: (group,)}), predictions=(first, *base.predictions[1:]),
+        metrics={HOSTILE: math.inf}, undecided=(Undecided(faults=("zero_fill",), reason=HOSTILE),),
+        recommendation=advice,
+    )  # fmt: skip
+    html, tags = write(of, tmp_path)
     assert tags.open == [] and [tag for tag, _ in tags.tags].count("script") == 2
     assert "<img" not in html and "{{ 7 * 7 }}" in html
     browser.open(tmp_path / "report.html")
     assert browser.problems == [] and len(browser.requests) == 1
-
-
-def test_a_page_of_almost_nothing(tmp_path: Path, browser: Browser):
-    """No histogram, size, prediction or range."""
     of = Diagnosis(verdict="undecided", headline="nothing to compare", source="a.pt", format="x", samples=0, tokens=0)
-    for almost in (of, diagnosis("normal").model_copy(update={"histograms": None})):
+    for almost in (of, diagnosis("normal", histograms=None)):
         html, tags = write(almost, tmp_path)
         assert tags.open == [] and "<svg" not in html and 'id="try"' not in html
         browser.open(tmp_path / "report.html")
@@ -133,25 +121,25 @@ def test_a_page_of_almost_nothing(tmp_path: Path, browser: Browser):
 
 
 def test_sliders_hosts_sorting_and_keys(tmp_path: Path, browser: Browser):
-    of = diagnosis("large")
+    of, flags = diagnosis("large"), advised().flags
     write(of, tmp_path)
     browser.open(tmp_path / "report.html")
     now = "[...document.querySelectorAll('[data-now]')].map(e => e.textContent)"
-    best = of.predictions[0]
-    assert browser.evaluate(now)[0] == "100 %" and browser.evaluate(now)[-1] == f"{best.mean_weight:.4g}"
+    by_name = {item.setting: item for item in of.predictions}
+    best, mask = by_name[advised().setting], by_name["algorithm 2, token, mask 0.5 to 2"]
+    assert browser.evaluate(now)[0] == "100 %" and float(browser.evaluate(now)[-1]) == pytest.approx(
+        best.mean_weight, rel=1e-3
+    )
     form = "document.getElementById('try').elements"
     change = "dispatchEvent(new Event('change', {bubbles: true}))"
-    browser.evaluate(f"{form}.upper_value.value = '1.1'; {form}.upper_value.{change}")
-    assert float(browser.evaluate(now)[-1]) < best.mean_weight
-    assert browser.evaluate(f"{form}.lower.disabled")
-    mask = next(item for item in of.predictions if "mask 0.5" in item.setting)
+    browser.evaluate(f"{form}.upper_value.value = '1.01'; {form}.upper_value.{change}")
+    assert float(browser.evaluate(now)[-1]) < best.mean_weight and browser.evaluate(f"{form}.lower.disabled")
     names = browser.evaluate("[...document.querySelectorAll('#from option')].map(o => o.textContent)")
     assert names[0].endswith(" (recommended)")
     browser.evaluate(f"{form}.from.value = '{names.index(mask.setting)}'; {form}.from.{change}")
     assert browser.evaluate(f"{form}.mode.value") == "mask" and browser.evaluate(f"{form}.lower_value.value") == "0.5"
-    assert browser.evaluate(now)[0] == f"{100 * mask.kept:.1f} %"
     labels = "[...document.querySelectorAll('#tried .bound')].length"
-    assert browser.evaluate(labels) == 2
+    assert browser.evaluate(now)[0] == "100 %" and browser.evaluate(labels) == 2
     # A slider at its outer end is no bound; the level changes picture and figures.
     browser.evaluate(f"{form}.upper.value = {form}.upper.max; {form}.upper.dispatchEvent(new Event('input'))")
     assert browser.evaluate(f"{form}.upper_value.value") == "" and browser.evaluate(labels) == 1
@@ -162,13 +150,11 @@ def test_sliders_hosts_sorting_and_keys(tmp_path: Path, browser: Browser):
     assert browser.evaluate(f"{form}.mode.value") == "reject"
     browser.evaluate(f"{form}.level[3].click()")
     assert browser.evaluate(f"{form}.mode[3].disabled") and browser.evaluate(f"{form}.mode.value") == "mask"
-    browser.evaluate(f"{form}.level[1].click()")
-    assert not browser.evaluate(f"{form}.mode[3].disabled")
     # The chosen host's flags alone are seen.
     seen = "[...document.querySelectorAll('.panel:not(.off) pre')].map(e => e.textContent)"
-    assert browser.evaluate(seen) == [FLAGS["slime"]]
+    assert browser.evaluate(seen) == [flags["slime"]]
     browser.evaluate(f"var host = document.getElementById('host'); host.value = 'nemo-rl'; host.{change}")
-    assert browser.evaluate(seen) == [FLAGS["nemo-rl"]]
+    assert browser.evaluate(seen) == [flags["nemo-rl"]]
     # Sorting, twice.
     kept = "[...document.querySelectorAll('.sortable tbody tr')].map(r => Number(r.cells[2].dataset.value))"
     for order in (-1, 1):
@@ -178,18 +164,13 @@ def test_sliders_hosts_sorting_and_keys(tmp_path: Path, browser: Browser):
     browser.evaluate("document.querySelector('svg').focus()")
     browser.call("Input.dispatchKeyEvent", type="keyDown", key="ArrowRight", code="ArrowRight")
     said = "document.getElementById('said-distribution').textContent"
-    assert (by_key := re.search(r"log-ratio .* to .*, ratio .*: about \d+ of 43002", browser.evaluate(said)))
+    assert (by_key := re.search(r"log-ratio .* to .*, ratio .*: (none|about \d+ of \d+)", browser.evaluate(said)))
     assert browser.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     browser.evaluate("var b = document.querySelectorAll('#distribution .bar-of')[45].getBoundingClientRect();"
                      "document.querySelector('svg').dispatchEvent(new PointerEvent('pointermove',"
                      "{clientX: b.left + b.width / 2}))")  # fmt: skip
-    assert browser.evaluate(said).startswith(by_key[0])
-    assert browser.problems == []
-
-
-def test_on_paper_everything_is_open(tmp_path: Path, browser: Browser):
-    write(diagnosis("large"), tmp_path)
-    browser.open(tmp_path / "report.html")
+    assert browser.evaluate(said).startswith(by_key[0]) and browser.problems == []
+    # On paper everything is open.
     browser.call("Emulation.setEmulatedMedia", media="print")
     display = "getComputedStyle(document.querySelector('{}')).display"
     assert browser.evaluate(display.format("#try")) == "none" == browser.evaluate(display.format(".choose"))
@@ -200,15 +181,13 @@ def test_on_paper_everything_is_open(tmp_path: Path, browser: Browser):
     assert not browser.evaluate(folded)
 
 
-def test_the_chosen_hosts_flags_are_in_front_and_bounds_outside_the_picture_are_named(tmp_path: Path, browser: Browser):
-    base = diagnosis("normal")
-    assert base.recommendation is not None
-    for bound, drawn in ((2.0, 1), (1e6, 0)):
+def test_bounds_outside_the_picture_are_named(tmp_path: Path, browser: Browser):
+    for bound, drawn in ((1.1, 1), (1e6, 0)):
         settings = {"use_tis": True, "tis": {"upper_bound": bound}}
-        advice = base.recommendation.model_copy(update={"settings": settings})
-        page = write_page(base.model_copy(update={"recommendation": advice}), tmp_path / "report.html", host="verl")
-        assert re.findall(r"selected>([^<]*)", page.read_text(encoding="utf-8")) == ["verl"]
-        browser.open(page)
+        advice = advised().model_copy(update={"settings": settings})
+        html, _ = write(diagnosis("large", recommendation=advice), tmp_path, host="verl")
+        assert re.findall(r"selected>([^<]*)", html) == ["verl"]
+        browser.open(tmp_path / "report.html")
         assert browser.evaluate("document.querySelectorAll('#distribution .bound').length") == drawn
         beyond = browser.evaluate("document.querySelector('.beyond').textContent")
         assert ("upper 1000000 of the bounds" in beyond) != bool(drawn)

@@ -188,9 +188,6 @@ def test_without_advantages_they_count_as_one():
     other = of_hand(with_ones, use_tis=True, tis={"level": "token", "mode": "clip", "upper_bound": 2.0})
     assert other.kept_positive == 1.0 and other.kept_negative is None  # there is no such token
     assert other.noise == item.noise
-
-
-def test_without_advantages_nothing_with_a_condition_is_predicted():
     conditional, without = {"opsm", "dppo_tv", "dppo_kl"}, PACKED.replace(advantages=None)
     assert conditional <= {name.split(",")[0] for name, _, _ in SETTINGS}
     assert not conditional & {name.split(",")[0] for name, _, _ in settings_for(without, None, bounds_for(without))}
@@ -200,9 +197,9 @@ def test_without_advantages_nothing_with_a_condition_is_predicted():
 def test_of_more_tokens_whole_responses_are_drawn():
     packed = random_batch(200)
     part, notes = subset(packed, tokens=500)
-    assert 400 < sum(part.lengths) <= 500 and subset(packed) == (packed, ())
-    assert notes == (f"settings are predicted on {sum(part.lengths)} of {sum(packed.lengths)} tokens: "
-                     f"{len(part.lengths)} responses drawn at random",)  # fmt: skip
+    assert 400 < sum(part.lengths) <= 500 and subset(packed) == (packed, [])
+    assert notes == [f"settings are predicted on {sum(part.lengths)} of {sum(packed.lengths)} tokens: "
+                     f"{len(part.lengths)} responses drawn at random"]  # fmt: skip
     again, other = (subset(packed, 500, seed)[0].sequence_ids for seed in (0, 1))
     assert again == part.sequence_ids != other
     assert packed.old_log_probs is not None and part.old_log_probs is not None

@@ -109,7 +109,7 @@ NOTHING = r"no step holds a known metric .* rollout_corr/\*, mis_\*, .* It has: 
     [
         ("a.csv", "Step,loss\n1,2\n", NOTHING + r"Step, loss\. The plugin writes none with --mismatch-metrics off"),
         ("a.csv", "", NOTHING + "nothing"),
-        ("a.csv", f"Step,{KL}\n1,0.1,7\n", r"a\.csv, line 2 has 3 cells for 2 columns"),
+        ("a.csv", f"Step,{KL}\n1,0.1,7\n", r"a\.csv, line 2 has more cells than the 2 columns"),
         ("a.csv", f"Step,{KL},{KL}\n1,0.1,7\n", rf"a\.csv has the column {KL} twice"),
         ("a.csv", f"Step,{KL}\n1,{'9' * 200_000}\n", r"a\.csv, line \d is no line of a CSV file"),
         ("a.csv", f'"Step,{KL}\n1,0.1\n2,0.2\n', r"a\.csv, line 1 is no line of a CSV file: .* a quote not closed"),
@@ -216,7 +216,7 @@ def test_tensorboard_events(tmp_path: Path, new_style: bool, monkeypatch: pytest
     os.mkfifo(folder / "events.out.tfevents.2.pipe")
     with pytest.raises(ValueError, match="is a pipe, not a regular file"):
         read_source(folder)
-    monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_accumulator", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     with pytest.raises(ValueError, match=r"tensorboard is not installed: pip install 'mismatch-plugin\[lab\]'"):
         read_source(tmp_path / "other")
 
@@ -244,10 +244,19 @@ def test_a_resumed_run_is_one_run_and_two_runs_are_refused(tmp_path: Path) -> No
     assert read_source(second).rows == ({KL: 5.25}, {KL: 5.5}, {KL: 5.75})
 
 
-def test_events_are_read_up_to_where_they_are_cut(tmp_path: Path) -> None:
+def test_events_are_read_up_to_where_they_are_cut_or_damaged_and_it_is_said(tmp_path: Path) -> None:
     (path,) = events(tmp_path).iterdir()
-    path.write_bytes(path.read_bytes()[:-5])  # its writer was killed: the last event is lost
-    assert len(read_source(tmp_path).rows) == 3
+    whole = path.read_bytes()
+    at = 0  # where the first event of step 3 begins: a length of 8 bytes, its sum, the event, its sum
+    for _ in range(5):
+        at += 16 + int.from_bytes(whole[at : at + 8], "little")
+    damaged = whole[: at + 20] + bytes([whole[at + 20] ^ 1]) + whole[at + 21 :]
+    for data, steps in ((whole, 3), (whole[:-5], 3), (damaged, 2)):
+        path.write_bytes(data)
+        source = read_source(tmp_path)
+        assert len(source.rows) == steps
+        said = f"{path.name} is cut or damaged after step {steps}: nothing behind that was read"
+        assert source.notes == (() if data is whole else (said,))
     for data in (b"no events at all", b""):
         path.write_bytes(data)
         with pytest.raises(ValueError, match="holds no events with a number"):

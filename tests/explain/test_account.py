@@ -13,7 +13,9 @@ from typer.testing import CliRunner, Result
 import mismatch_plugin as mp
 from mismatch_plugin.cli import app
 from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config.units import LEVELS
 from mismatch_plugin.explain.account import Account, account
+from mismatch_plugin.explain.example import MODES, explain_table
 from mismatch_plugin.explain.numbers import read_numbers, sequence_name
 
 NUMBERS = {
@@ -234,8 +236,10 @@ def test_what_cannot_be_is_one_clear_sentence(given: dict[str, str], said: str):
         ([*words(), "--entropy", "1,1;1,1,1"], "--entropy is for --mismatch-entropy-coef"),
         (words(mask="0"), "--mask has no 1"),
         (["--train", "-1;-1", "--rollout", "-1;-1", "--rewards", "1"], "--rewards has 1 number for 2 sequences"),
-        (["--use-tis"], "--use-tis is for numbers of your own: give --train and --rollout"),
-        (["--json"], "--json is for numbers of your own"),
+        (["--use-tis", "--trainer-version", "3"], "--train is missing"),
+        (["--use-tis", "--tis-levle", "token"], "--tis-levle is no flag of this package"),
+        (["--use-tis", "--mode", "clip"], "write --tis-mode"),
+        (["--json"], "--json is for one setting"),
     ],
 )
 def test_what_does_not_fit_is_refused(line: list[str], said: str):
@@ -264,3 +268,34 @@ def test_a_preset_and_its_notes():
     result = run(*words(), "--mismatch-preset", "geo_rs")
     assert result.exit_code == 0 and "sequence_mean_ratio" in result.output and "veto" in result.output
     assert "note: " in run(*words(), "--use-tis", "--use-rollout-log-probs").output  # biased at token level
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mode", MODES)
+def test_flags_alone_are_explained_on_the_worked_example(level: str, mode: str):
+    """The weights are those of its table, and the sums those of the loss."""
+    bounds = ["--tis-lower-bound", "0.5", "--tis-upper-bound", "2"] if mode != "truncate" else []
+    result = run("--use-tis", "--tis-level", level, "--tis-mode", mode, *bounds, "--json")
+    found = json.loads(result.stdout)
+    rows = {row[0]: row[1:] for row in explain_table([mode], [level]).rows}
+    cells = [cell.removesuffix(" ✗") for cell in rows[f"{level}: {mode}"] if cell != "·"]
+    assert [f"{token['weight']:.3g}" for token in found["tokens"] if token["trains"]] == cells
+    assert found["sums"]["loss"] == pytest.approx(found["sums"]["policy"] / found["sums"]["denominator"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--use-tis", "C1     −0.7985  2.25    1   yes   −1.2       −0.48  0"),
+        ("--use-rollout-log-probs --rs-veto-threshold 0.7", "veto"),
+        ("--mismatch-preset token_icepop", "mask mode"),
+        ("--use-tis --mismatch-kl-coef 0.1 --mismatch-entropy-coef 0.01", "entropy"),
+        ("--rs-criterion token:tv:0.25@away --rs-policy current --mismatch-dry-run", "token_tv_away"),
+        ("--use-tis --rs-max-staleness 1 --rs-group exclude", "staleness"),
+        ("--use-tis --mismatch-gate-kl 0.01", "training stops here"),
+        ("--mismatch-objective gspo --mismatch-aggregation seq-mean-token-mean", "3 sequences"),
+    ],
+)
+def test_any_flags_have_a_worked_example(flags: str, said: str):
+    result = run(*flags.split())
+    assert result.exit_code == 0 and said in result.output, result.output

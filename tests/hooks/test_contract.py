@@ -7,8 +7,10 @@ batch. Data are rows of responses with tool tokens in the middle, one advantage 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,11 +23,16 @@ from torch import Tensor
 
 import mismatch_plugin as mp
 from mismatch_plugin.config.fields import flag_names, leaf_fields, value_and_default
+from mismatch_plugin.config.presets import PRESETS
 from mismatch_plugin.config.values import dotted_fields_set, ignore_mismatch_warnings
+from mismatch_plugin.core.validity import InvalidLogProbError
+from mismatch_plugin.diagnose.flags import available, flags_for
+from mismatch_plugin.hooks import prime_rl, skyrl, trl
 from mismatch_plugin.hooks.base import METHODS, Plan, peek
 from mismatch_plugin.hooks.hosts import HOSTS
 from mismatch_plugin.launch.__main__ import prepare
 from mismatch_plugin.parallel.groups import ParallelGroups
+from mismatch_plugin.report.presets import quiet_preset
 from tests.hooks.contracts.launch_trees import megatron_tree, ray_tree
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
@@ -177,6 +184,132 @@ def _plan(name: str, words: str, folder: Path, host_words: str = "") -> Plan:
     return prepare([*ROWS[name].before(folder / "tree"), *host_words.split(), *words.split()])[3]
 
 
+# The doors: the settings that flags give there, and the sum of the loss -----------------------------------------------
+
+TRL_ARGS: dict[str, Any] = {
+    "loss_type": "dapo", "use_vllm": True, "vllm_importance_sampling_correction": True, "top_p": 1.0, "top_k": 0,
+    "vllm_importance_sampling_mode": "sequence_mask", "min_p": None, "max_completion_length": 6,
+}  # fmt: skip
+
+
+class Generation:
+    """What a trainer has when TRL's mixin is called: a batch with or without vLLM's ratio, and one process."""
+
+    def __init__(self, ratio: bool = True, **args: Any) -> None:
+        one = SimpleNamespace(is_main_process=True, reduce=lambda values, reduction: values, gather=lambda v: v)
+        self.accelerator, self.args = one, SimpleNamespace(**{**TRL_ARGS, **args})
+        self.model, self._metrics, self.ratio = SimpleNamespace(training=True), {"train": defaultdict(list)}, ratio
+
+    def _generate_and_score_completions(self, data: dict[str, Tensor]) -> dict[str, Tensor]:
+        made = {"completion_mask": torch.ones_like(MASK), "tool_mask": MASK, "advantages": data["advantages"]}
+        made |= {"sampling_per_token_logps": data["rollout"], "old_per_token_logps": data["old"]}
+        return made | ({"importance_sampling_ratio": torch.full_like(data["old"], 7.0)} if self.ratio else {})
+
+
+Corrected: Any = type("Corrected", (trl.CorrectionMixin, Generation), {})
+
+
+def _trl_settings(words: str) -> mp.MismatchConfig:
+    return trl.settings(words, SimpleNamespace(**TRL_ARGS))
+
+
+def _trl_total(words: str, data: dict[str, Tensor], current: Tensor) -> Tensor:
+    totals = []
+    for ratio in (True, False):
+        made = Corrected(mismatch=words, ratio=ratio)._generate_and_score_completions(data)
+        advantages = made["advantages"] if made["advantages"].dim() == 2 else made["advantages"].unsqueeze(1)
+        r = (current - made["old_per_token_logps"]).exp()
+        losses = -torch.minimum(r * advantages, r.clamp(0.8, 1.2) * advantages)  # as TRL's loss does
+        totals.append((losses * made.get("importance_sampling_ratio", 1.0) * MASK).sum())
+    torch.testing.assert_close(*totals)
+    return totals[0]
+
+
+def _prime_settings(words: str) -> mp.MismatchConfig:
+    return prime_rl.settings(flags=words) if words else prime_rl.settings()
+
+
+def _prime_total(words: str, data: dict[str, Tensor], current: Tensor) -> Tensor:
+    """Sequence by sequence; with prime-rl's weights of tokens all 1."""
+    total = current.sum() * 0.0
+    for row, mask in enumerate(MASK.bool()):
+        inputs: Any = SimpleNamespace(
+            trainer_logprobs=current[row], inference_logprobs=data["rollout"][row], ref_logprobs=None,
+            advantages=data["advantages"][row].expand(6), loss_mask=mask, loss_weights=torch.ones(6),
+        )  # fmt: skip
+        made = prime_rl.policy_loss(inputs, flags=words)
+        assert all(values.shape == (int(mask.sum()),) for values in made.metrics.values())
+        total = total + made.loss
+    return total
+
+
+@dataclass
+class OffPolicyCorrection:
+    tis_ratio_type: str | None = None
+
+
+@dataclass
+class Sampling:
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    logprobs: int | None = 1
+    max_generate_length: int = 6
+
+
+@dataclass
+class Algorithm:
+    policy_loss_type: str = "mismatch"
+    loss_reduction: str = "token_mean"
+    use_tis: bool = False
+    eps_clip_low: float = 0.2
+    eps_clip_high: float = 0.2
+    cispo: Any = field(default_factory=lambda: SimpleNamespace(cispo_eps_clip_low=1.0, cispo_eps_clip_high=4.0))
+    off_policy_correction: OffPolicyCorrection = field(default_factory=OffPolicyCorrection)
+
+
+def _skyrl(algorithm: Algorithm | None = None, sampling: Sampling | None = None) -> Any:
+    engine = SimpleNamespace(engine_init_kwargs={})
+    generator = SimpleNamespace(sampling_params=sampling or Sampling(), inference_engine=engine)
+    return SimpleNamespace(trainer=SimpleNamespace(algorithm=algorithm or Algorithm()), generator=generator)
+
+
+def _skyrl_settings(words: str) -> mp.MismatchConfig:
+    return skyrl.settings(_skyrl(), words or {})
+
+
+def _skyrl_total(words: str, data: dict[str, Tensor], current: Tensor) -> Tensor:
+    advantages = data["advantages"].unsqueeze(1).expand(MASK.shape) / MASK.sum()  # as `loss_reduction` scales them
+    config = skyrl.settings(_skyrl(), words)
+    loss, metrics = skyrl.policy_loss(
+        current, data["old"], advantages, config=None, loss_mask=MASK.float(), rollout_logprobs=data["rollout"],
+        mismatch=config,
+    )  # fmt: skip
+    assert all(isinstance(value, float) for value in metrics.values())
+    return loss * MASK.sum()
+
+
+Door = tuple[Callable[[str], mp.MismatchConfig], Callable[[str, dict[str, Tensor], Tensor], Tensor]]
+DOORS: dict[str, Door] = {
+    "trl": (_trl_settings, _trl_total),
+    "prime-rl": (_prime_settings, _prime_total),
+    "skyrl": (_skyrl_settings, _skyrl_total),
+}
+
+
+def _made(name: str, words: str, folder: Path) -> tuple[mp.MismatchConfig, Callable[[Data, Tensor], Tensor]]:
+    """(the configuration that our flags give there, the sum of the loss over a batch)."""
+    if name in DOORS:
+        settings, total = DOORS[name]
+        return settings(words), partial(total, words)
+    plan = _plan(name, words, folder, ROWS[name].neutral)
+    assert plan.config is not None and f"algorithm {plan.config.algorithm}: " in "\n".join(plan.lines)
+    return plan.config, partial(ROWS[name].total, plan)
+
+
+every_host = pytest.mark.parametrize("name", HOSTS)
+launched = pytest.mark.parametrize("name", ROWS)
 SETTINGS = (
     "--use-rs --rs-level geometric --rs-upper-bound 1.2",
     "--rs-criterion token:k2:0.05",
@@ -208,39 +341,44 @@ SETTINGS = (
 
 
 @pytest.mark.parametrize("words", SETTINGS)
-@pytest.mark.parametrize("name", ROWS)
+@every_host
 def test_flags_arrive_and_the_loss_is_policy_loss(name: str, words: str, tmp_path: Path) -> None:
-    """Settings as given, beside what the host decides; loss and gradient as `policy_loss` on the same tokens."""
+    """Settings as given, next to what the host decides; loss and gradient as `policy_loss` on the same tokens."""
     (tmp_path / "mismatch.yaml").write_text("use_tis: true\ntis: {mode: clip, upper_bound: 1.15}\n")
     words = words.replace("FILE", str(tmp_path / "mismatch.yaml"))
-    asked = mp.MismatchConfig.from_words(words.split())
-    if lacking := HOSTS[name].lacking(asked):
-        with pytest.raises(ValueError, match=next(iter(lacking.values()))[1].why.replace("…", ".")):
-            _plan(name, words, tmp_path, ROWS[name].neutral)
+    asked, host = mp.MismatchConfig.from_words(words.split()), HOSTS[name]
+    owned = "objective" in host.owns and asked.objective != "ppo"
+    judges = name == "trl" and asked.algorithm == 1 and asked.rejects  # π_θ, which only its loss has
+    if (lacking := host.lacking(asked)) or owned or judges:
+        reasons = [re.escape(lack.why) for _, lack in lacking.values()]
+        with pytest.raises(
+            ValueError, match="|".join([*reasons, "is TRL's to set", "judges π_θ, which only its loss"])
+        ):
+            _made(name, words, tmp_path)
         return
-    plan = _plan(name, words, tmp_path, ROWS[name].neutral)
-    assert plan.config is not None
+    config, total = _made(name, words, tmp_path)
     given = asked.model_dump(exclude_unset=True)
     for path in dotted_fields_set(given) - {"denominator"}:
-        if not any(path.startswith(start) for start in HOSTS[name].owns):
-            assert value_and_default(plan.config, path)[0] == value_and_default(asked, path)[0], path
-    assert plan.config.tis.upper_bound == asked.tis.upper_bound
-    assert f"algorithm {asked.algorithm}: " in "\n".join(plan.lines)
+        if not any(path.startswith(start) for start in host.owns):
+            assert value_and_default(config, path)[0] == value_and_default(asked, path)[0], path
+    assert (config.algorithm, config.tis.upper_bound) == (asked.algorithm, asked.tis.upper_bound)
 
     data = batch()
-    data["advantages"] = data["advantages"][:, None].expand(MASK.shape)
     mine, theirs = (data["current"].clone().requires_grad_() for _ in range(2))
     columns = {"rollout_log_probs": "rollout", "old_log_probs": "old", "advantages": "advantages"}
     rows: dict[str, Any] = {column: list(data[key]) for column, key in columns.items()}
-    result = mp.policy_loss(mine.flatten(), mp.PackedSequences.from_lists(loss_masks=list(MASK), **rows), plan.config)
+    rows["advantages"] = list(data["advantages"][:, None].expand(MASK.shape))
+    result = mp.policy_loss(mine.flatten(), mp.PackedSequences.from_lists(loss_masks=list(MASK), **rows), config)
     expected = result.loss_sum + sum(result.terms.values())
-    got = ROWS[name].total(plan, data, theirs)
+    if name in ROWS:
+        data["advantages"] = data["advantages"][:, None].expand(MASK.shape)
+    got = total(data, theirs)
     expected.backward()
     got.backward()
     assert mine.grad is not None and mine.grad.abs().sum() > 0
     torch.testing.assert_close(got.detach(), expected.detach(), rtol=1e-7, atol=1e-12)
     torch.testing.assert_close(theirs.grad, mine.grad, rtol=1e-7, atol=1e-12)
-    if plan.config.rejects and not plan.config.dry_run and plan.config.rs.policy != "current":
+    if config.rejects and not config.dry_run and config.rs.policy != "current":
         assert 0 < float(result.correction.keep.sum()) < float(MASK.sum())
 
 
@@ -269,37 +407,39 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
+@every_host
 def test_what_the_host_decides_is_refused_and_the_rest_arrives(name: str, tmp_path: Path) -> None:
-    host = HOSTS[name]
+    host, algorithm = HOSTS[name], "--use-rollout-log-probs" if name == "prime-rl" else "--use-tis"
     for path, words in OWNED.items():
         where = next((where for start, where in host.owns.items() if path.startswith(start)), None)
+        if where is None and path == "terms.kl_coef":
+            continue  # needs the reference's log-probs, which these batches lack
         if where is None:
-            plan = _plan(name, f"--use-tis {words}", tmp_path)
-            assert plan.config is not None and str(value_and_default(plan.config, path)[0]) == words.split()[1], path
+            config, _ = _made(name, f"{algorithm} {words}", tmp_path)
+            assert str(value_and_default(config, path)[0]) == words.split()[1], path
             continue
         with pytest.raises(ValueError, match="leave it out") as caught:
-            _plan(name, f"--use-tis {words}", tmp_path)
+            _made(name, f"{algorithm} {words}", tmp_path)
         assert where in str(caught.value) and host.spell(f"<{path}>") in str(caught.value)
 
 
 @pytest.mark.parametrize("key", ASKED)
-@pytest.mark.parametrize("name", ROWS)
+@every_host
 def test_a_method_is_had_or_refused_with_the_reason(name: str, key: str, tmp_path: Path) -> None:
     words = f"--use-tis {ASKED[key]}".replace("REPORT", str(tmp_path / "run"))
+    words += " --use-rollout-log-probs" if name == "prime-rl" and key not in ("current_policy", "groups") else ""
     asked = mp.MismatchConfig.from_words(words.split())
     assert METHODS[key].asked(asked)
-    if key in HOSTS[name].lacking(asked):
-        lack = HOSTS[name].lacks[key]
+    if lacking := HOSTS[name].lacking(asked):
         with pytest.raises(ValueError, match="cannot be had in") as caught:
-            _plan(name, words, tmp_path)
-        assert lack.why in str(caught.value) and str(caught.value).endswith(lack.instead)
+            _made(name, words, tmp_path)
+        said = str(caught.value)
+        assert any(lack.why in said and said.endswith(HOSTS[name].spell(lack.instead)) for _, lack in lacking.values())
         return
-    plan = _plan(name, words, tmp_path)
-    assert plan.config is not None
+    config, _ = _made(name, words, tmp_path)
     for path in METHODS[key].paths:
         if path in flag_names(mp.MismatchConfig):
-            assert value_and_default(plan.config, path)[0] == value_and_default(asked, path)[0], path
+            assert value_and_default(config, path)[0] == value_and_default(asked, path)[0], path
 
 
 def test_every_method_is_asked_for_by_something() -> None:
@@ -312,7 +452,7 @@ def test_every_method_is_asked_for_by_something() -> None:
             assert any(path.startswith(start) for path in paths), (host.name, start)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@launched
 def test_without_our_flags_nothing_changes(name: str, tmp_path: Path) -> None:
     plan = _plan(name, "", tmp_path, "--lr=1e-6")
     assert (plan.added, plan.config, plan.argv[-1]) == ((), None, "--lr=1e-6")
@@ -334,14 +474,22 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
+AT_DOORS = {
+    "--use-tsi": "--use-tsi is no flag",
+    "--tis-level sequence": "--tis-level sequence changes no weight",
+    "--use-tis --tis-lower-bound 0.5": "--tis-lower-bound 0.5 bounds no weight",
+}
+
+
+@every_host
 def test_misspelt_and_contradictory_flags_are_refused(name: str, tmp_path: Path) -> None:
     for words, said in MISTAKES.items():
-        with pytest.raises(ValueError, match=re.escape(said)):
-            _plan(name, words, tmp_path)
+        if name in ROWS or words in AT_DOORS:
+            with pytest.raises(ValueError, match=re.escape(AT_DOORS[words] if name in DOORS else said)):
+                _made(name, words, tmp_path)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@launched
 def test_bounds_and_defaults_are_the_documented_ones(name: str, tmp_path: Path) -> None:
     """Also where the host's own bound is null."""
     with ignore_mismatch_warnings():
@@ -354,3 +502,86 @@ def test_bounds_and_defaults_are_the_documented_ones(name: str, tmp_path: Path) 
         assert (plan.config.rs, plan.config.metrics) == (documented.rs, "basic")
         assert plan.config.tis.upper == 2.0 and plan.config.tis.lower == 0.5
         assert plan.config.ppo.eps_clip_low == (0.01 if name == "megatron-lm" else 0.2)
+
+
+# The doors, each by itself --------------------------------------------------------------------------------------------
+
+
+def test_what_trl_s_configuration_rules_out() -> None:
+    with pytest.raises(ValueError, match="loss_type vespo makes weights or sums of its own"):
+        trl.settings("--use-tis", SimpleNamespace(**{**TRL_ARGS, "loss_type": "vespo"}))
+    with pytest.raises(ValueError, match="neutral cannot be had in algorithm 1"):
+        trl.settings("--use-rollout-log-probs --rollout-log-prob-policy neutral", SimpleNamespace(**TRL_ARGS))
+    lines = trl.describe(_trl_settings("--use-tis"), SimpleNamespace(**{**TRL_ARGS, "top_p": 0.9}))
+    assert any(line.startswith("! sampling filter: top_p 0.9") for line in lines)
+    assert "TRL's own vllm_importance_sampling_mode sequence_mask: replaced by ours" in lines
+
+
+def test_what_skyrl_s_configuration_rules_out_and_says() -> None:
+    with pytest.raises(ValueError, match="policy_loss_type is regular"):
+        skyrl.settings(_skyrl(Algorithm(policy_loss_type="regular")), "--use-tis")
+    with pytest.raises(ValueError, match="off_policy_correction is set"):
+        skyrl.settings(_skyrl(Algorithm(off_policy_correction=OffPolicyCorrection("token"))), "--use-tis")
+    with pytest.raises(ValueError, match=r"set generator.sampling_params.logprobs=1"):
+        skyrl.settings(_skyrl(sampling=Sampling(logprobs=None)), "--use-tis")
+    clip = skyrl.settings(_skyrl(Algorithm(eps_clip_low=0.1, eps_clip_high=0.3)), "--use-tis").ppo
+    assert (clip.eps_clip_low, clip.eps_clip_high) == (0.1, 0.3)
+    cispo = skyrl.settings(_skyrl(), "--use-tis --mismatch-objective cispo").ppo
+    assert (cispo.eps_clip_low, cispo.eps_clip_high) == (1.0, 4.0)
+    config = _skyrl_settings("--use-tis")
+    warm = skyrl.describe(config, _skyrl(sampling=Sampling(temperature=0.7)))
+    assert any(line.startswith("! temperature 0.7: vLLM returns log-probs from before it") for line in warm)
+    assert not any(line.startswith("! temperature") for line in skyrl.describe(config, _skyrl()))
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_an_invalid_log_prob_is_an_error(name: str) -> None:
+    data = batch()
+    data["rollout"][1, 2] = float("nan")
+    words = "--use-rollout-log-probs" if name == "prime-rl" else "--use-tis"
+    with pytest.raises(InvalidLogProbError, match="nan"):
+        DOORS[name][1](words, data, data["current"])
+
+
+def test_prime_rl_s_example_is_what_its_loss_takes() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
+    path = Path(__file__).parents[2] / "examples" / "prime_rl" / "rl.toml"
+    loss = tomllib.loads(path.read_text(encoding="utf-8"))["trainer"]["loss"]
+    config = prime_rl.settings(**loss["kwargs"])
+    assert (loss["type"], loss["import_path"]) == ("custom", "mismatch_plugin.hooks.prime_rl.policy_loss")
+    assert (config.algorithm, config.tis.level, config.rejects) == (3, "token", False)
+    with pytest.raises(ValueError, match="has flags and preset: give all as flags, or none"):
+        prime_rl.settings(flags="--use-rollout-log-probs", preset="pg_is")
+
+
+@pytest.mark.parametrize("preset", [record.name for record in PRESETS])
+@pytest.mark.parametrize("name", DOORS)
+def test_what_inspect_shows_is_what_the_door_takes(name: str, preset: str) -> None:
+    """What is left out is said; where the algorithm cannot be had there is nothing to paste."""
+    config = quiet_preset(preset)
+    text, (allowed, notes) = flags_for(config, name), available(config, name)
+    shown = [line for line in text.splitlines() if not line.startswith("#")]
+    if not shown:
+        assert any("cannot be had on" in note for note in notes)
+        return
+    if name == "trl":
+        argument = shown[0].removeprefix("CorrectedGRPOTrainer(mismatch=").removesuffix(", …)")
+        given = eval(argument, {"mp": mp, "inf": float("inf")})
+    elif name == "skyrl":
+        given = shown[0].partition("… ")[2]
+    else:
+        tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
+        given = tomllib.loads(shown[0])["trainer"]["loss"]["kwargs"]["flags"]
+    if name == "trl" and allowed.use_rollout_log_probs and allowed.rejects:
+        with pytest.raises(ValueError, match="rejection in algorithm 1"):
+            trl.settings(given, SimpleNamespace(**TRL_ARGS))
+        return
+    made = {
+        "trl": lambda: trl.settings(given, SimpleNamespace(**TRL_ARGS)),
+        "skyrl": lambda: skyrl.settings(_skyrl(), given or {}),
+        "prime-rl": lambda: prime_rl.settings(flags=given),
+    }[name]()
+    own = {"denominator": allowed.denominator}
+    if any(note.startswith("ppo.eps_clip_low") for note in notes):  # an objective's, which the host has to be told
+        own["ppo"] = allowed.ppo.model_dump(exclude_unset=True) | made.ppo.model_dump()
+    assert made.replace(**own) == allowed.replace(**own)

@@ -15,19 +15,18 @@ from mismatch_plugin.hooks import megatron_rl, miles, slime
 from mismatch_plugin.hooks.nemo_rl import config as nemo_rl
 from mismatch_plugin.hooks.verl import config as verl
 from mismatch_plugin.launch.__main__ import prepare
-from tests.hooks.contracts import miles as miles_contract
-from tests.hooks.contracts import slime as slime_contract
+from tests.hooks.contracts.slime_data import arguments
 
 METRIC = "rollout_corr/rollout_is_ratio_mean"
 
 
 def of_slime(top_p: float = 1.0, top_k: int = -1) -> list[str]:
-    args = Namespace(**slime_contract.namespace(rollout_top_p=top_p, rollout_top_k=top_k))
+    args = arguments(rollout_top_p=top_p, rollout_top_k=top_k)
     return slime.describe(slime.settings(args), args)
 
 
 def of_miles(top_p: float = 1.0, top_k: int = -1) -> list[str]:
-    args = Namespace(**miles_contract.namespace(rollout_top_p=top_p, rollout_top_k=top_k))
+    args = arguments("miles", rollout_top_p=top_p, rollout_top_k=top_k)
     return miles.describe(miles.settings(args), args)
 
 

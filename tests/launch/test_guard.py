@@ -12,7 +12,7 @@ import pytest
 from mismatch_plugin.hooks.hosts import HOSTS, find_host
 from mismatch_plugin.launch.__main__ import prepare
 from mismatch_plugin.launch.guard import Guard, starts_trainer
-from tests.hooks.contracts.launch_trees import Outcome, launch, megatron_tree, ray_tree
+from tests.hooks.contracts.launch_trees import Outcome, launch, ray_tree
 
 REFUSED = "mismatch_plugin: train.py has not read slime's command line and starts another program ("
 _HEAD = "import asyncio, json, os, shlex, subprocess, sys, threading, time\nimport slime\nPYTHON = sys.executable\n"
@@ -189,12 +189,6 @@ def test_every_host_says_what_reads_its_command_line(host_name: str, monkeypatch
         assert guard.read
 
 
-@pytest.mark.parametrize("patched", [False, True])
-def test_megatron_s_run_has_read_its_line(patched: bool, tmp_path: Path) -> None:
-    done = launch(megatron_tree(tmp_path / "tree", patched), "--use-tis")
-    assert (done.status, done.given is not None) == (0, True), done.errors
-
-
 # Commands -------------------------------------------------------------------------------------------------------------
 
 
@@ -206,12 +200,7 @@ def test_megatron_s_run_has_read_its_line(patched: bool, tmp_path: Path) -> None
         *("ray job submit -- x", "uv run x.py", "conda run -n rl python x.py", "accelerate launch x.py"),
         *("srun -N 2 python x.py", "ssh host 'cd x && python x.py'", "if true; then python x.py; fi", "(python x.py)"),
         *("./train.py", "my_launcher --file run_train_rl.py", "other -m verl.trainer.main_ppo"),
-        *(
-            "echo 'it's; python x.py",
-            "python -m sglang_like",
-            "git pull\npython x.py",
-            "python -mverl.main_ppo",
-        ),
+        *("echo 'it's; python x.py", "python -m sglang_like", "git pull\npython x.py", "python -mverl.main_ppo"),
         *("ray --address x job submit -- x", "python -m torch.distributed.run x.py", "nohup env A=1 python x.py"),
     ],
 )
@@ -236,11 +225,7 @@ def test_a_command_that_starts_a_trainer(text: str) -> None:
         *("timeout 5 cat train.py", "sudo cp python x.py", "[ -f train.py ]", "test -f train.py", "ln -s train.py x"),
         *("nvcc -I/usr/include/python3.11 x.cu", "g++ -I/usr/include/python3.11 x.cpp -o x", "gcc -I/x/python3.11 m.c"),
         *("apt-get install -y python3 git", "ps -C python -o pid", "ldd /usr/bin/python3 -v x", "ninja -v x"),
-        *(
-            "tensorboard --logdir /runs/ray job submit",
-            "python -m torch.utils.collect_env",
-            "python setup.py x",
-        ),
+        *("tensorboard --logdir /runs/ray job submit", "python -m torch.utils.collect_env", "python setup.py x"),
         *("python -m wandb login", "python -m mismatch_plugin.launch train.py --use-tis", "wget https://x/python3.11"),
         "raylet '--python_worker_command=/x/python /x/site-packages/ray/setup_worker.py /x/default_worker.py --a b'",
     ],

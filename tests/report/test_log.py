@@ -155,9 +155,16 @@ def test_a_hook_warns_once_and_goes_on_where_metrics_cannot_be_written(
             log_step(tmp_path, CONFIG, {"rollout_corr/kl": 0.1})
     (record,) = caplog.records
     assert f"training goes on (said once for {tmp_path})" in record.message and "No space left" in record.message
+    with pytest.raises(OSError, match="No space left"):  # a loop of one's own is told at once
+        write_step(tmp_path, CONFIG, {"rollout_corr/kl": 0.1})
     full_disk[0] = False
     log_step(tmp_path, CONFIG, {"rollout_corr/kl": 0.1})  # it is tried again at every step
     assert numbers(tmp_path) == [1]
+    (tmp_path / "file").write_text("")  # no folder, and the folder of another run
+    with caplog.at_level(logging.WARNING, logger="mismatch_plugin"):
+        for folder, config in (("file", CONFIG), (".", mp.preset("seq_is"))):
+            log_step(tmp_path / folder, config, {"rollout_corr/kl": 0.1})
+    assert len(caplog.records) == 2 and numbers(tmp_path) == [1]
 
 
 def test_a_step_that_cannot_be_written_does_not_end_the_writer(
@@ -203,23 +210,9 @@ def test_steps_come_back_as_written_and_those_of_other_settings_are_refused(tmp_
     assert numbers(tmp_path / "deep" / "run") == [1, 2]
     with pytest.raises(ValueError, match="is not there"):
         numbers(tmp_path / "other.jsonl")
-
-
-def test_a_loop_of_ones_own_is_told_at_once(tmp_path: Path, full_disk: list[bool]) -> None:
-    with pytest.raises(OSError, match="No space left"):
+    os.mkfifo(tmp_path / "settings.json")
+    with pytest.raises(ValueError, match=r"settings\.json is a pipe, not a regular file"):
         write_step(tmp_path, CONFIG, {"rollout_corr/kl": 0.1})
-
-
-def test_a_hook_goes_on_where_the_folder_is_a_file_or_of_another_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("")
-    write_step(tmp_path / "run", mp.preset("seq_is"), {"rollout_corr/kl": 0.1})
-    with caplog.at_level(logging.WARNING, logger="mismatch_plugin"):
-        for folder in ("file", "run"):
-            log_step(tmp_path / folder, CONFIG, {"rollout_corr/kl": 0.1})
-    assert len(caplog.records) == 2 and "run with" in caplog.records[1].message
-    assert numbers(tmp_path / "run") == [1]
 
 
 def test_slime_asks_before_its_first_step(tmp_path: Path) -> None:
@@ -228,12 +221,6 @@ def test_slime_asks_before_its_first_step(tmp_path: Path) -> None:
     config = CONFIG.model_copy(update={"report_dir": str(tmp_path)})
     with pytest.raises(ValueError, match="holds steps of a run with use_tis True, now False: give this run another"):
         run.begin(Namespace(), config, ParallelGroups(), SimpleNamespace(), 0)
-
-
-def test_a_settings_file_that_cannot_be_read_is_said(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "settings.json")
-    with pytest.raises(ValueError, match=r"settings\.json is a pipe, not a regular file"):
-        write_step(tmp_path, CONFIG, {"rollout_corr/kl": 0.1})
 
 
 def test_a_run_of_ones_own_is_no_damage_to_the_report(tmp_path: Path) -> None:

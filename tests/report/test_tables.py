@@ -30,28 +30,16 @@ def _rich(table: Table, width: int = 400) -> str:
     return console.file.getvalue()
 
 
-def test_markdown_escapes_bars_and_quotes_code():
+def test_a_table_in_markdown_and_rich_and_what_is_none():
     table = Table("t", ("name", "text"), (("a, b", "|x| [y]"), ("–", "")), code=frozenset({"name"}), notes=("n",))
     assert table.to_markdown() == "| name | text |\n| --- | --- |\n| `a`, `b` | \\|x\\| [y] |\n| – |  |\n\n- n\n"
-
-
-def test_rich_leaves_brackets_alone():
-    assert "|x| [bold]" in _rich(Table("t", ("text",), (("|x| [bold]",),)))
-
-
-def test_row_of_wrong_width_is_refused():
-    with pytest.raises(ValueError, match="2 cells for 1 columns"):
-        Table("t", ("a",), (("1", "2"),))
-
-
-def test_unknown_code_column_is_refused():
-    with pytest.raises(ValueError, match="no column is called b"):
-        Table("t", ("a",), (("1",),), code=frozenset({"b"}))
-
-
-def test_only_picks_columns_in_order():
+    assert "|x| [bold]" in _rich(Table("t", ("text",), (("|x| [bold]",),))), "brackets are no markup"
     table = Table("t", ("a", "b", "c"), (("1", "2", "3"),), code=frozenset({"a"}))
     assert table.only("c", "a") == Table("t", ("c", "a"), (("3", "1"),), code=frozenset({"a"}))
+    with pytest.raises(ValueError, match="2 cells for 1 columns"):
+        Table("t", ("a",), (("1", "2"),))
+    with pytest.raises(ValueError, match="no column is called b"):
+        Table("t", ("a",), (("1",),), code=frozenset({"b"}))
 
 
 @pytest.mark.parametrize("name", [*TABLES, "example"])
@@ -66,27 +54,20 @@ def test_both_renderings_hold_every_cell(name: str):
                 assert part.replace("|", "\\|") in markdown
 
 
-def test_settings_hold_every_field_and_every_flag():
+def test_tables_hold_every_field_flag_metric_preset_and_rule_of_health():
     table = config_table()
     assert [name for name in table.column("field") if name != "–"] == [f.path for f in leaf_fields(MismatchConfig)]
+    assert all(table.column("meaning"))
     parser = argparse.ArgumentParser(add_help=False)
     add_arguments(parser)
     flags = {flag for cell in table.column("flag") for flag in cell.split(", ")} - {"–"}
     shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
     assert flags == {flag for action in shown for flag in action.option_strings}
-
-
-def test_every_setting_has_a_meaning():
-    assert all(config_table().column("meaning"))
-
-
-def test_metrics_hold_every_declaration():
     assert metrics_table().column("metric") == [metric.name for metric in METRICS]
-
-
-def test_presets_hold_every_name():
     names = [name for cell in presets_table().column(PRESET_NAMES) for name in cell.split(", ")]
     assert names == [name for entry in PRESETS for name in (entry.name, *entry.aliases)]
+    rules = [*zip(health_table().column("metric"), health_table().column("judged for"), strict=True)]
+    assert len(rules) == len(set(rules)) == len(all_rules())
 
 
 @pytest.mark.parametrize("name", [entry.name for entry in PRESETS])
@@ -106,9 +87,6 @@ def test_preset_table_shows_the_presets_own_values():
     assert set(values) == {field.path for field in leaf_fields(MismatchConfig)}
     assert values["tis.level"] == f"{config.tis.level} *"
     assert values["denominator"] == "auto"
-
-
-def test_preset_table_refuses_an_unknown_name():
     with pytest.raises(ValueError, match="no_such_preset"):
         preset_table("no_such_preset")
 
@@ -121,9 +99,3 @@ def test_algorithm_rows_follow_the_flags(number: int):
     config = MismatchConfig.model_validate({field: row[flag] == "yes" for field, flag in flags.items()})
     assert config.algorithm == number == int(row["#"])
     assert row["algorithm"] == ALGORITHM_NAMES[number]
-
-
-def test_health_has_one_finding_a_row():
-    table = health_table()
-    names = [*zip(table.column("metric"), table.column("judged for"), strict=True)]
-    assert len(names) == len(set(names)) == len(all_rules())

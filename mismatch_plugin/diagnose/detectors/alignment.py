@@ -14,30 +14,18 @@ import numpy as np
 from mismatch_plugin.data.arrays import Floats, Ints
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.diagnose.batch import Batch, Outcome
-from mismatch_plugin.diagnose.detectors.distance import (
-    CLIP,
-    CLIPPED_GAP,
-    Comparison,
-    Distances,
-    between,
-    compare,
-    distances,
-    pooled,
-)
+from mismatch_plugin.diagnose.detectors import distance
+from mismatch_plugin.diagnose.detectors.distance import CLIPPED_GAP, Comparison, Distances, compare, distances, pooled
 from mismatch_plugin.diagnose.detectors.numbers import eos_finding
 from mismatch_plugin.diagnose.findings import Item, LogProbSide, place_of, too_few
 
 MAX_LAG = 8
 """Boundaries are looked for up to so many tokens off."""
-LAGS = [lag for distance in range(1, MAX_LAG + 1) for lag in (distance, -distance)]
-FACTOR, STANDARD_ERRORS = 0.5, 4.0
-"""Another pairing must leave less than that share of the gap, and by so many standard errors."""
-MIN_GAIN_NATS = 0.1
-"""Where both pairings fit that well, none is wrong enough to name."""
-MIN_TOKENS = 10
-"""Of one sample, to judge it alone."""
-MIN_POOLED = 40
-"""Of the batch, to judge all samples together."""
+LAGS = [lag for size in range(1, MAX_LAG + 1) for lag in (size, -size)]
+FACTOR, STANDARD_ERRORS, MIN_GAIN_NATS = 0.5, 4.0, 0.1
+"""Another pairing must leave less than that share of the gap, by so many standard errors and so many nats."""
+MIN_TOKENS, MIN_POOLED = 10, 40
+"""To judge one sample alone, and all samples together."""
 MAX_SWAP_SAMPLES, MAX_SWAP_TOKENS = 512, 256
 MAJORITY = 0.5
 """Of the samples that can be judged; what holds for them is then taken to hold for those that are too short."""
@@ -86,8 +74,8 @@ def _lag_findings(
 ) -> list[Item]:
     """One finding for a shift by one, one for larger ones. boundary: of lists that are too long it is never a shift."""
     found: list[Item] = []
-    for single in (True, False):
-        chosen = [(sample, lag) for sample, lag in lagged if (abs(lag) == 1 and not boundary) == single]
+    for name, fix in (("shift_by_one", SHIFT_FIX), ("boundary", BOUNDARY_FIX)):
+        chosen = [pair for pair in lagged if (abs(pair[1]) == 1 and not boundary) == (name == "shift_by_one")]
         if not chosen:
             continue
         lags = [lag for _, lag in chosen]
@@ -98,9 +86,8 @@ def _lag_findings(
             f"In {len(chosen)} of {of_samples} samples the training side's list starts {abs(main)} {direction} "
             f"(rollout[t] belongs to training[t + k], k = {amounts}): {why}."
         )
-        name, fix = ("shift_by_one", SHIFT_FIX) if single else ("boundary", BOUNDARY_FIX)
-        samples, statistics = [sample for sample, _ in chosen], {"lag": main}
-        found.append(batch.finding(name, "both", evidence, fix, samples, of_samples=of_samples, statistics=statistics))
+        samples, told = [sample for sample, _ in chosen], {"lag": main}
+        found.append(batch.finding(name, "both", evidence, fix, samples, of_samples=of_samples, statistics=told))
     return found
 
 
@@ -109,21 +96,21 @@ def find_ids(batch: Batch) -> Outcome:
 
     Ids that are another sample's, or the response's own some positions off, are named for what they are.
     """
-    found = _prompts(batch)
     swapped: list[tuple[Sample, Sample]] = []
     lagged: list[tuple[Sample, int]] = []
-    differing: list[tuple[Sample, Ints]] = []
+    differing: list[tuple[Sample, Ints, Ints]] = []
     changed: dict[int, dict[str, Any]] = {}
     compared = [(sample, sample.trained_ids) for sample in batch if sample.trained_ids is not None]
-    owners = {_key(one.response_ids): one for one in reversed(batch.samples) if len(one) > 1} if compared else {}
+    owners = (
+        {tuple(one.response_ids.tolist()): one for one in reversed(batch.samples) if len(one) > 1} if compared else {}
+    )
     for sample, theirs in compared:
         ours = sample.response_ids
         shared = min(len(ours), len(theirs))
         positions = np.flatnonzero(ours[:shared] != theirs[:shared])
         if not len(positions):
             continue  # what is left is a question of length
-        owner = owners.get(_key(theirs))
-        lag = _lag(ours, theirs)
+        owner, lag = owners.get(tuple(theirs.tolist())), _lag(ours, theirs)
         if owner is not None and len(theirs) == len(sample.train_log_probs):
             swapped.append((sample, owner))
         elif lag is not None:
@@ -131,33 +118,26 @@ def find_ids(batch: Batch) -> Outcome:
             there = shifted(sample.train_log_probs, lag, len(sample))
             changed[sample.index] = {"train_log_probs": there, "loss_mask": sample.mask & ~np.isnan(there)}
         else:
-            differing.append((sample, positions))
+            differing.append((sample, theirs, positions))
             mask = sample.mask.copy()
             mask[positions] = False
             changed[sample.index] = {"loss_mask": mask}
+    found = _prompts(batch)
     if swapped:
         changed |= {sample.index: _incomparable(sample) for sample, _ in swapped}  # unless its own is found
         changed |= {owner.index: {"train_log_probs": sample.train_log_probs} for sample, owner in swapped}
         found.append(_swap_finding(batch, swapped, len(compared), "their token ids are those of another sample"))
     found += _lag_findings(batch, lagged, len(compared), "its token ids tell")
     if differing:
-        sample, positions = differing[0]
-        at, count = int(positions[0]), sum(len(positions) for _, positions in differing)
-        theirs = {one.index: ids for one, ids in compared}[sample.index]
+        sample, theirs, positions = differing[0]
+        at, count = int(positions[0]), sum(len(positions) for *_, positions in differing)
         of = f"{len(differing)} of {len(compared)} samples"
         evidence = f"{count} response ids in {of} are others on the training side."
-        samples = [sample for sample, _ in differing]
         first = place_of(sample, at, rollout=int(sample.response_ids[at]), training=int(theirs[at]))
-        found.append(
-            batch.finding(
-                "token_ids", "both", evidence, IDS_FIX, samples, tokens=count, of_samples=len(compared), first=first
-            )
-        )
+        about = {"tokens": count, "of_samples": len(compared), "first": first}
+        samples = [sample for sample, *_ in differing]
+        found.append(batch.finding("token_ids", "both", evidence, IDS_FIX, samples, **about))
     return found, batch.with_values(changed)
-
-
-def _key(ids: Ints) -> bytes:
-    return ids.astype(np.int64).tobytes()
 
 
 def _lag(ours: Ints, theirs: Ints) -> int | None:
@@ -171,8 +151,7 @@ def _lag(ours: Ints, theirs: Ints) -> int | None:
 
 
 def _prompts(batch: Batch) -> list[Item]:
-    pairs = [(sample, sample.prompt_ids, sample.trained_prompt_ids) for sample in batch]
-    compared = [(sample, ours, theirs) for sample, ours, theirs in pairs if theirs is not None]
+    compared = [(one, one.prompt_ids, one.trained_prompt_ids) for one in batch if one.trained_prompt_ids is not None]
     differing = [pair for pair in compared if not np.array_equal(pair[1], pair[2])]
     if not differing:
         return []
@@ -184,8 +163,8 @@ def _prompts(batch: Batch) -> list[Item]:
         f"The prompts of {len(differing)} of {of} samples differ; sample {sample.index}: {len(ours)} rollout ids, "
         f"{len(theirs)} training ids, from prompt position {position} on ({values[0]} and {values[1]})."
     )
-    samples, first = [sample for sample, _, _ in differing], place_of(sample)
-    return [batch.finding("prompt_ids", "both", evidence, PROMPT_FIX, samples, tokens=0, of_samples=of, first=first)]
+    samples, about = [sample for sample, *_ in differing], {"tokens": 0, "of_samples": of, "first": place_of(sample)}
+    return [batch.finding("prompt_ids", "both", evidence, PROMPT_FIX, samples, **about)]
 
 
 def find_swapped(batch: Batch) -> Outcome:
@@ -215,9 +194,8 @@ def find_swapped(batch: Batch) -> Outcome:
         return [], batch
     changed = {sample.index: {"train_log_probs": other.train_log_probs} for sample, other in swapped}
     if len(swapped) > MAJORITY * len(judged):  # what is too short to be found again is not at its place either
-        fit = {
-            one.index for one in judged if len(one.train_log_probs) == len(one) and distances(one).mean < MIN_GAIN_NATS
-        }
+        whole = [sample for sample in judged if len(sample.train_log_probs) == len(sample)]
+        fit = {sample.index for sample in whole if distances(sample).mean < MIN_GAIN_NATS}
         changed = {sample.index: _incomparable(sample) for sample in batch if sample.index not in fit} | changed
     before, after = (np.mean([getattr(one, name) for one in comparisons]) for name in ("own", "other"))
     why = f"{CLIPPED_GAP} {before:.3g} as paired, {after:.3g} with the other sample"
@@ -228,9 +206,9 @@ def _closest(sample: Sample, others: list[Sample]) -> Sample:
     """The one of `others`, all with lists of the right length, whose training log-probs fit best."""
     table = np.stack([other.train_log_probs[:MAX_SWAP_TOKENS] for other in others])  # [M, n]
     ours = np.broadcast_to(sample.rollout_log_probs[:MAX_SWAP_TOKENS], table.shape)
-    values, valid = between(ours, table, sample.mask[:MAX_SWAP_TOKENS] & (ours != 0.0) & (table != 0.0))
-    means = values.sum(-1) / np.maximum(valid.sum(-1), 1) + np.where(valid.sum(-1) < MIN_TOKENS, CLIP, 0.0)
-    return others[int(np.argmin(means))]
+    values, valid = distance.between(ours, table, sample.mask[:MAX_SWAP_TOKENS] & (ours != 0.0) & (table != 0.0))
+    too_few_to_tell = np.where(valid.sum(-1) < MIN_TOKENS, distance.CLIP, 0.0)
+    return others[int(np.argmin(values.sum(-1) / np.maximum(valid.sum(-1), 1) + too_few_to_tell))]
 
 
 def _incomparable(sample: Sample) -> dict[str, Any]:
@@ -250,15 +228,15 @@ def _swap_finding(batch: Batch, swapped: Sequence[tuple[Sample, Sample]], of_sam
 
 def find_lengths(batch: Batch) -> Outcome:
     """Name them; afterwards both lists of each sample are as long as its response."""
-    changed: dict[int, dict[str, Any]] = defaultdict(dict)
     short = [sample for sample in batch if len(sample.rollout_log_probs) != len(sample)]
-    for sample in short:
-        changed[sample.index]["rollout_log_probs"] = shifted(sample.rollout_log_probs, 0, len(sample))
-    found = _length_findings(batch, short, "rollout")
     uneven = [sample for sample in batch if _surplus(sample)]
     offsets = _offsets(uneven)
+    changed: dict[int, dict[str, Any]] = defaultdict(dict)
+    for sample in short:
+        changed[sample.index]["rollout_log_probs"] = shifted(sample.rollout_log_probs, 0, len(sample))
     for sample in uneven:
         changed[sample.index]["train_log_probs"] = shifted(sample.train_log_probs, offsets[sample.index], len(sample))
+    found = _length_findings(batch, short, "rollout")
     if longer := [(sample, lag) for sample in uneven if (lag := offsets[sample.index])]:
         first = longer[0][0]
         prompt = len(first.prompt_ids)
@@ -334,6 +312,5 @@ def find_shift(batch: Batch) -> Outcome:
     if not lagged:
         return [], batch
     why = f"{CLIPPED_GAP} {lagged[0][2].own:.3g} as paired, {lagged[0][2].other:.3g} if moved"
-    lists = {sample.index: shifted(sample.train_log_probs, lag, len(sample)) for sample, lag, _ in lagged}
-    changed = {index: {"train_log_probs": values} for index, values in lists.items()}
-    return _lag_findings(batch, [item[:2] for item in lagged], len(candidates), why), batch.with_values(changed)
+    lists = {one.index: {"train_log_probs": shifted(one.train_log_probs, lag, len(one))} for one, lag, _ in lagged}
+    return _lag_findings(batch, [item[:2] for item in lagged], len(candidates), why), batch.with_values(lists)

@@ -16,6 +16,10 @@ CLIP = 3.0
 """A single token counts for at most so much, in nats."""
 CLIPPED_GAP = f"mean |gap| (no token above {CLIP:g} nats, zeros left out)"
 """What `distances` averages to, as evidence names it: it differs from the mean |gap| of all tokens."""
+CERTAIN = 0.02
+"""Tokens whose probability is nearer to 1 tell nothing of the logits."""
+CERTAIN_NATS, BINS = 0.05, 10
+"""Tokens that both sides give a log-prob above −CERTAIN_NATS say nothing: any two policies agree on them."""
 
 
 class Distances(NamedTuple):
@@ -84,10 +88,6 @@ def compare(own: Distances, other: Distances) -> Comparison:
     return Comparison(float(a.mean()), float(b.mean()), float((a - b).mean()) / max(error, 1e-12), count)
 
 
-CERTAIN = 0.02
-"""Tokens whose probability is nearer to 1 tell nothing of the logits."""
-
-
 def logit_gap(sample: Sample, ours: Floats, theirs: Floats) -> Floats:
     """[n] T (ours − theirs) / (1 − p), p the smaller of the two probabilities; NaN where it tells nothing.
 
@@ -99,10 +99,6 @@ def logit_gap(sample: Sample, ours: Floats, theirs: Floats) -> Floats:
         left = -np.expm1(np.minimum(ours, theirs))
         chosen = sample.usable & np.isfinite(ours) & np.isfinite(theirs) & (left > CERTAIN)
         return np.where(chosen, temperature * np.clip(ours - theirs, -CLIP, CLIP) / np.where(chosen, left, 1.0), np.nan)
-
-
-CERTAIN_NATS, BINS = 0.05, 10
-"""Tokens that both sides give a log-prob above −CERTAIN_NATS say nothing: any two policies agree on them."""
 
 
 def telling(tokens: Tokens) -> Bools:
@@ -118,3 +114,17 @@ def ordinary(tokens: Tokens, values: Floats, typical: Callable[[Floats], Any], k
             if len(part):
                 found[part] = typical(values[part])
     return found
+
+
+def rank_correlation(a: Floats, b: Floats) -> float:
+    """Spearman's, without care for ties; NaN for fewer than 3 values or a constant."""
+    if len(a) < 3 or np.ptp(a) == 0 or np.ptp(b) == 0:
+        return math.nan
+    ranks = [np.argsort(np.argsort(values, kind="stable"), kind="stable") for values in (a, b)]
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+
+
+def z_score(values: Sequence[float] | Floats) -> float:
+    """Of their sum, in standard errors over samples; 0 of a single one."""
+    error = math.sqrt(len(values)) * float(np.std(values, ddof=1)) if len(values) > 1 else math.inf
+    return float(np.sum(values)) / max(error, 1e-12)

@@ -1,23 +1,18 @@
-"""What sampled tokens show of distributions: temperatures, penalties, filters and token ids that differ between sides.
-
-With the whole vocabulary's logits `vocabulary` sees more sharply.
-"""
+"""Temperatures, penalties and filters that the two sides do not share, by sampled tokens and entropies."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mismatch_plugin.data.arrays import Floats
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens, median, medians
-from mismatch_plugin.diagnose.detectors.distance import ordinary, telling
-from mismatch_plugin.diagnose.findings import Finding, Item, Side, Undecided, first_place, place_of, too_few
+from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens
+from mismatch_plugin.diagnose.findings import Finding, Item, Side, Undecided, place_of, too_few
 from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS, FAR_ABS_MEAN
 
 GAP_TRIM = 0.005
@@ -28,11 +23,9 @@ SLOPE_SHARE, SLOPE_SHARE_EXPECTED = 0.5, 0.08
 SLOPE_OVER_NOISE = 0.6
 """Noise of that size, relative to the spread of the log-probs, makes a slope by itself: sampling prefers tokens whose
 rollout log-prob the noise raised."""
-MIN_REPEATED, REPEATED_Z_SCORE, REPEATED_SHARE = 20, 6.0, 0.04
-UNRELATED_TOKENS, UNRELATED_GAP, UNRELATED_CORRELATION = 50, 0.5, 0.3
-FAR_UNRELATED_GAP, FAR_UNRELATED_CORRELATION = 3.0, 0.45
-"""At least so many tokens, so large a mean |gap| in nats, and at most so large a rank correlation; that far apart more
-of it is left (measured: logits of the token's own position .21 to .44 at 3 to 4 nats, a lost prompt from .5 on)."""
+MIN_REPEATED, REPEATED_Z_SCORE, REPEATED_SHARE = 20, 12.0, 0.1
+"""Tokens of either kind; of the offset in standard errors (clean batches reach 6, the mildest plant 55), and of the
+gap's variance (.04 and .5)."""
 RENORMALISED_Z_SCORE, ONE_SIDED, NEGATIVE, MISSING_MASS, NO_BIAS = 6.0, 0.4, 0.65, 0.003, 1e-3
 """A renormalised side: the other lacks mass, in standard errors and in all; gaps have one sign, by size and number.
 With a bias of less than the last in nats a filter cut nothing."""
@@ -42,15 +35,6 @@ MAX_LOG_VOCABULARY, MAX_MISFITS, MIN_NEARLY_CERTAIN = 12.5, 0.02, 50
 many nats over the other ids, so large a share outside, and below temperature 1 so many tokens that tell."""
 SURE_ENTROPY, MIN_EXPECTED = 0.1985, 12.0
 """Below this entropy one id has more than 95 %: top-p .95 leaves nothing else there, while a temperature does."""
-MIN_OFFSET_NATS, OFFSET_TIMES_TYPICAL = 0.3, 7.5
-"""A token is far off by so many nats and so many times what is typical of its log-prob and sample; nearly certain ones
-tell nothing."""
-OFFSET_TIMES_OTHER_IDS, MIN_OTHER_IDS = 6.0, 10
-"""An id is odd by so many times what 90 % of the others stay below: a step of the weights moves some ids of a small
-model five times as far."""
-MIN_OFFSET_SAMPLES, OFFSET_SHARE, MAX_ODD_IDS, MAX_ODD_TOKENS, CONSTANT_OFFSET = 6, 0.75, 0.1, 0.3, 0.25
-"""Samples with the id, the share of them that is far off; the share of ids and of tokens at most; spread over mean of
-an offset that one number explains."""
 
 TEMPERATURE_FIXES = {
     "trainer_without": "Divide the trainer's logits by the sampling temperature before log-softmax.",
@@ -65,12 +49,7 @@ PENALTY_FIX = (
     "Send repetition_penalty=1, frequency_penalty=0 and presence_penalty=0 explicitly (a model's generation_config may "
     "set others), or apply the same penalties to the trainer's logits."
 )
-OFFSET_FIX = (
-    "Compare both engines' logits at these ids: logit_bias, banned or suppressed ids, rows of added tokens (resize, "
-    "tied weights, padding of the vocabulary) and their update; or give those tokens loss mask 0."
-)
-TruncationKind = Literal["renormalised", "recorded", "behaviour"]
-TRUNCATION_FIXES: dict[TruncationKind, str] = {
+TRUNCATION_FIXES = {
     "renormalised": "Take log-probs over the whole vocabulary (SGLang's default), or keep the kept ids "
     "(return_sampling_mask) and mask the trainer's logits with them; or sample with top_p=1, top_k=-1, min_p=0.",
     "recorded": "Sample with top_p=1, top_k=-1, min_p=0, or request return_sampling_mask (with a finite top_k), use "
@@ -157,85 +136,38 @@ def _drawn(batch: Batch) -> list[Sample]:
     return [sample for sample in batch if not sample.sampling.greedy]
 
 
-def rank_correlation(a: Floats, b: Floats) -> float:
-    """Spearman's, without care for ties; NaN for fewer than 3 values or a constant."""
-    if len(a) < 3 or np.ptp(a) == 0 or np.ptp(b) == 0:
-        return math.nan
-    ranks = [np.argsort(np.argsort(values, kind="stable"), kind="stable") for values in (a, b)]
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
-
-
-def find_unrelated(batch: Batch) -> Outcome:
-    """Two sides that have nothing to do with each other; nothing finer can be said about such data."""
-    tokens = batch.tokens
-    gap = np.abs(tokens.gap)
-    if len(tokens) < UNRELATED_TOKENS or gap.mean() < UNRELATED_GAP:
-        return [], batch
-    correlation = rank_correlation(tokens.rollout, tokens.training)
-    if not correlation < (UNRELATED_CORRELATION if gap.mean() < FAR_UNRELATED_GAP else FAR_UNRELATED_CORRELATION):
-        return [], batch
-    worst = int(np.argmax(gap > UNRELATED_GAP))
-    finding = batch.finding(
-        "unrelated",
-        "both",
-        f"Over {len(tokens)} tokens the two sides have nearly nothing in common: rank correlation {correlation:.2f}, "
-        f"mean |gap| {gap.mean():.3g} nats.",
-        "Check that the trainer scores these ids after this prompt (chat template), with these weights, and takes the "
-        "logits one position before each token (not those of the token itself).",
-        [batch.samples[index] for index in np.unique(tokens.sample)],
-        tokens=len(tokens),
-        first=place_of(batch.samples[int(tokens.sample[worst])], int(tokens.position[worst])),
-        statistics={"rank_correlation": correlation, "abs_mean": float(gap.mean())},
-    )
-    return [finding], batch
-
-
 def find_temperature(batch: Batch) -> Outcome:
     """What the records tell of temperatures, else the slope of centred log-probs, by recorded temperature."""
-    told = _told_temperature(batch)
-    if told is not None:
+    if told := _told_temperature(batch):
         return [told], batch
     groups: dict[float, list[Sample]] = defaultdict(list)
     for sample in _drawn(batch):
         groups[sample.temperature].append(sample)
-    fits = [
-        (recorded, samples, fit(tokens), len(tokens))
-        for recorded, samples in sorted(groups.items())
-        if len(tokens := batch.tokens_of(samples)) >= ENOUGH_TOKENS
-    ]
-    if not fits:
+    all_tokens = [(recorded, samples, batch.tokens_of(samples)) for recorded, samples in sorted(groups.items())]
+    judged = [group for group in all_tokens if len(group[2]) >= ENOUGH_TOKENS]
+    if not judged:
         return [too_few(f"{len(batch.tokens)}, {ENOUGH_TOKENS} needed", "temperature")], batch
     found: list[Item] = []
-    for recorded, samples, result, count in fits:
-        if (kind := result.temperature(recorded)) is None:
+    for recorded, samples, tokens in judged:
+        slope, upper, kind = fit(tokens).slope, fit(tokens).upper, fit(tokens).temperature(recorded)
+        if kind is None:
             continue
-        slope = result.slope
-        low, high = sorted(1 / max(1 + bound, 1e-3) for bound in (slope.size, result.upper))
+        low, high = sorted(1 / max(1 + bound, 1e-3) for bound in (slope.size, upper))
         sides: dict[str, tuple[Side, str]] = {
             "trainer_without": ("training", f"the training side is at temperature 1, the rollout side at {recorded:g}"),
             "rollout_raw": ("rollout", f"the rollout side is at temperature 1, the training side at {recorded:g}"),
             "other": ("both", f"the training temperature is {low:.3g} to {high:.3g} times the rollout's"),
         }
-        side, told_of = sides[kind]
-        finding = batch.finding(
-            "temperature",
-            side,
+        side, what = sides[kind]
+        evidence = (
             f"Centred training log-probs follow the rollout's with slope {1 + slope.size:.3f} instead of 1 "
-            f"({abs(slope.z_score):.0f} standard errors, {slope.share:.0%} of the gap explained, {count} tokens): "
-            f"{told_of} (recorded: {recorded:g}).",
-            TEMPERATURE_FIXES[kind],
-            samples,
-            tokens=count,
-            first=first_place(samples[0], samples[0].usable),
-            statistics={
-                "slope": 1 + slope.size,
-                "temperature_ratio_low": low,
-                "temperature_ratio_high": high,
-                "standard_errors": abs(slope.z_score),
-                "explained": slope.share,
-            },
+            f"({abs(slope.z_score):.0f} standard errors, {slope.share:.0%} of the gap explained, {len(tokens)} "
+            f"tokens): {what} (recorded: {recorded:g})."
         )
-        found.append(finding)
+        figures = {"slope": 1 + slope.size, "temperature_ratio_low": low, "temperature_ratio_high": high}
+        figures |= {"standard_errors": abs(slope.z_score), "explained": slope.share}
+        about = {"tokens": len(tokens), "statistics": figures}
+        found.append(batch.finding("temperature", side, evidence, TEMPERATURE_FIXES[kind], samples, **about))
     return found, batch
 
 
@@ -255,19 +187,17 @@ def _told_temperature(batch: Batch) -> Finding | None:
     if theirs is None and len(tokens) >= ENOUGH_TOKENS and fit(tokens).temperature(recorded) is None:
         theirs = 1.0
     ours = 1.0 if raw else recorded
-    fix = TEMPERATURE_FIXES["raw" if raw else "other"]
-    return batch.finding(
-        "temperature",
-        "both" if theirs == 1.0 or not raw else "rollout",
+    evidence = (
         f"{len(chosen)} of {len(batch)} samples were drawn at temperature {recorded:g}. Their rollout log-probs are of "
         f"temperature {ours:g}{' (log_probs_of raw)' if raw else ''}, the trainer's of "
-        f"{'one that is not told' if theirs is None else f'{theirs:g}'}.",
-        f"{fix} {TEMPERATURE_FIXES['trainer_without']}" if raw and theirs == 1.0 else fix,
-        chosen,
-        statistics={"rollout_temperature": ours, "recorded": recorded}
-        | ({} if theirs is None else {"train_temperature": theirs}),
-        confidence="certain",
+        f"{'one that is not told' if theirs is None else f'{theirs:g}'}."
     )
+    fix = TEMPERATURE_FIXES["raw" if raw else "other"]
+    fix += f" {TEMPERATURE_FIXES['trainer_without']}" if raw and theirs == 1.0 else ""
+    figures = {"rollout_temperature": ours, "recorded": recorded}
+    figures |= {} if theirs is None else {"train_temperature": theirs}
+    side: Side = "both" if theirs == 1.0 or not raw else "rollout"
+    return batch.finding("temperature", side, evidence, fix, chosen, statistics=figures, confidence="certain")
 
 
 def find_penalty(batch: Batch) -> Outcome:
@@ -283,31 +213,30 @@ def find_penalty(batch: Batch) -> Outcome:
             few = f"{repeated} of {len(tokens)} occurred before, {MIN_REPEATED} needed of either kind"
             found.append(too_few(f"{few} and {ENOUGH_TOKENS} in all", "penalty"))
             continue
-        result = fit(tokens)
-        effect = result.repeated
-        temperature = result.temperature(group[0].temperature) is not None
+        left, effect = fit(tokens).left, fit(tokens).repeated
+        temperature = fit(tokens).temperature(group[0].temperature) is not None
         # A wrong temperature is not linear in the log-prob, and repeats are likelier.
-        share = 0.1 if temperature else REPEATED_SHARE / 2 if penalised else REPEATED_SHARE
-        if abs(effect.z_score) < REPEATED_Z_SCORE or effect.share < share or result.left > FAR_ABS_MEAN:
+        share = REPEATED_SHARE / 2 if penalised and not temperature else REPEATED_SHARE
+        if abs(effect.z_score) < REPEATED_Z_SCORE or effect.share < share or left > FAR_ABS_MEAN:
             continue
-        if effect.size < 0 and (temperature or effect.share < 2 * share):
+        less = effect.size > 0
+        if not less and (temperature or effect.share < 2 * share):
             continue
-        first = int(np.argmax(tokens.occurred))
         again, new = (float(tokens.gap[tokens.occurred == flag].mean()) for flag in (True, False))
-        finding = batch.finding(
-            "penalty",
-            "rollout" if effect.size > 0 else "training",
-            f"Tokens that occurred before are {abs(effect.size):.3g} nats {'less' if effect.size > 0 else 'more'} "
-            f"likely on the rollout side than the rest would suggest ({abs(effect.z_score):.0f} standard errors; "
-            f"{repeated} such tokens, mean gap {again:+.3g} against {new:+.3g}): "
-            f"{'the request had a penalty' if penalised else 'although the record has no penalty'}.",
-            PENALTY_FIX,
-            group,
-            tokens=repeated,
-            first=place_of(batch.samples[int(tokens.sample[first])], int(tokens.position[first])),
-            statistics={"offset": effect.size, "standard_errors": effect.z_score, "explained": effect.share},
+        evidence = (
+            f"Tokens that occurred before are {abs(effect.size):.3g} nats {'less' if less else 'more'} likely on the "
+            f"rollout side than the rest would suggest ({abs(effect.z_score):.0f} standard errors; {repeated} such "
+            f"tokens, mean gap {again:+.3g} against {new:+.3g}): "
+            f"{'the request had a penalty' if penalised else 'although the record has no penalty'}."
         )
-        found.append(finding)
+        first = int(np.argmax(tokens.occurred))
+        about = {
+            "tokens": repeated,
+            "first": place_of(batch.samples[int(tokens.sample[first])], int(tokens.position[first])),
+            "statistics": {"offset": effect.size, "standard_errors": effect.z_score, "explained": effect.share},
+        }
+        side: Side = "rollout" if less else "training"
+        found.append(batch.finding("penalty", side, evidence, PENALTY_FIX, group, **about))
     return found, batch
 
 
@@ -345,22 +274,20 @@ def find_truncation(batch: Batch) -> Outcome:
                 plain.append((sample, bias))
     if plain:
         bias = float(np.mean([bias for _, bias in plain]))
-        evidence = (
-            f"the training side follows the whole vocabulary's log-probs, {bias:.3g} nats below the behaviour ones."
-        )
+        why = f"the training side follows the whole vocabulary's log-probs, {bias:.3g} nats below the behaviour ones."
         group = [sample for sample, _ in plain]
-        found.append(_truncation_finding(batch, group, "behaviour", "training", evidence, bias=bias))
+        found.append(_truncation_finding(batch, group, "behaviour", "training", why, bias=bias))
     for (filtered, told), group in groups.items():
         tokens = batch.tokens_of(group)
         seen = _renormalised(batch, group, tokens) if len(tokens) >= ENOUGH_TOKENS else None
         if seen is not None:
             found.append(seen)
         elif group and filtered and not told:
-            evidence = (
+            why = (
                 "their log-probs are over the whole vocabulary and no kept ids are recorded. The true behaviour "
                 "log-prob is higher by −log(mass kept), which no weight corrects."
             )
-            found.append(_truncation_finding(batch, group, "recorded", "rollout", evidence))
+            found.append(_truncation_finding(batch, group, "recorded", "rollout", why))
         elif group and len(tokens) < ENOUGH_TOKENS and batch.has_training:
             found.append(too_few(f"{len(tokens)}, {ENOUGH_TOKENS} needed", "truncation"))
     return found, batch.with_values(replayed)
@@ -390,25 +317,20 @@ def _renormalised(batch: Batch, group: list[Sample], tokens: Tokens) -> Finding 
     )
     if after_filters(group[0]):
         evidence += " The record says so (log_probs_of filtered); the trainer does not replay the filter."
-    kind: TruncationKind = "renormalised" if ours == "rollout" else "behaviour"
     told = {"missing_mass": missing, "one_sided": one_sided, "standard_errors": z_score}
-    return _truncation_finding(batch, group, kind, ours, evidence, **told)
+    return _truncation_finding(
+        batch, group, "renormalised" if ours == "rollout" else "behaviour", ours, evidence, **told
+    )
 
 
 def _truncation_finding(
-    batch: Batch, group: list[Sample], kind: TruncationKind, side: Side, evidence: str, **statistics: float
+    batch: Batch, group: list[Sample], kind: str, side: Side, why: str, **statistics: float
 ) -> Finding:
-    return batch.finding(
-        "truncation",
-        side,
-        f"{len(group)} of {len(batch)} samples were drawn with {filter_text(group[0].sampling)}, by their records: "
-        f"{evidence}",
-        TRUNCATION_FIXES[kind],
-        group,
-        first=first_place(group[0], group[0].usable),
-        confidence="certain" if kind == "recorded" or after_filters(group[0]) else "likely",
-        statistics=statistics,
-    )
+    drawn = f"{len(group)} of {len(batch)} samples were drawn with {filter_text(group[0].sampling)}"
+    certain = kind == "recorded" or after_filters(group[0])
+    about = {"statistics": statistics, "confidence": "certain" if certain else "likely"}
+    evidence, fix = f"{drawn}, by their records: {why}", TRUNCATION_FIXES[kind]
+    return batch.finding("truncation", side, evidence, fix, group, **about)
 
 
 def find_sampling(batch: Batch) -> Outcome:
@@ -457,75 +379,14 @@ def find_sampling(batch: Batch) -> Outcome:
         why = f"a filter, or {why}"
     elif mean < 0:
         why += f". Where one id has over 95 %, {seen:.0f} others were drawn, of {expected:.0f} at another temperature"
-    finding = batch.finding(
-        "temperature" if tempered else "truncation",
-        "rollout",
+    evidence = (
         f"Over {len(tokens)} sampled tokens the mean −log p is {mean:+.3g} nats from the trainer's entropies "
         f"({z_score:+.0f} standard errors). So tokens were drawn from a {'flatter' if mean > 0 else 'narrower'} "
-        f"distribution than the log-probs tell: {why}.",
-        f"Send every sampling parameter with the request; a model's generation_config may set others. "
-        f"{TEMPERATURE_FIXES['other'] if tempered else TRUNCATION_FIXES['recorded']}",
-        samples,
-        tokens=len(tokens),
-        first=first_place(samples[0], samples[0].usable),
-        statistics={"entropy_gap": mean, "standard_errors": z_score, "temperature_ratio": 1 / sharper},
+        f"distribution than the log-probs tell: {why}."
     )
-    return [finding], batch
-
-
-def find_token_offset(batch: Batch) -> Outcome:
-    """Few token ids whose gap is far from that of all others, in nearly every sample that has them; then left out.
-
-    By their first token in each sample, next to others of its log-prob: no penalty, temperature or bad samples look so.
-    """
-    tokens = batch.tokens
-    if len(tokens) < ENOUGH_TOKENS:
-        return [], batch
-    ids = np.concatenate([sample.response_ids[sample.usable] for sample in batch if sample.usable.any()])
-    first = ~tokens.occurred & telling(tokens)
-    new = tokens.where(first)
-    rest = new.gap - ordinary(new, new.gap, median)
-    typical = ordinary(new, np.abs(rest), median)
-    _, sample = np.unique(new.sample, return_inverse=True)
-    of_sample = np.maximum(medians(np.abs(rest) / np.maximum(typical, 1e-9), sample), 1.0)[sample]
-    far = np.abs(rest) > np.maximum(MIN_OFFSET_NATS, OFFSET_TIMES_TYPICAL * typical * of_sample)
-    names, index, often = np.unique(ids[first], return_inverse=True, return_counts=True)
-    above, below = (np.bincount(index[far & (sign * rest > 0)], minlength=len(names)) for sign in (1, -1))
-    judged, size = often >= MIN_OFFSET_SAMPLES, np.abs(medians(rest, index))
-    known, of_known = np.unique(ids[~tokens.occurred], return_counts=True)
-    mostly_open = often >= of_known[np.searchsorted(known, names)] / 2  # an offset shows wherever an id is not certain
-    is_odd = judged & mostly_open & (np.maximum(above, below) >= OFFSET_SHARE * often)
-    others = size[judged & ~is_odd]
-    if len(others) < MIN_OTHER_IDS:
-        return [], batch
-    usual = float(np.quantile(others, 0.9))
-    odd = names[is_odd & (size > OFFSET_TIMES_OTHER_IDS * usual)]
-    chosen = np.isin(ids, odd)
-    if not len(odd) or len(odd) > max(3, MAX_ODD_IDS * judged.sum()) or chosen.mean() > MAX_ODD_TOKENS:
-        return [], batch
-    gap, rollout, training = (values[chosen] for values in (tokens.gap, tokens.rollout, tokens.training))
-    logit = gap + np.log(np.expm1(np.minimum(rollout, -1e-6)) / np.expm1(np.minimum(training, -1e-6)))
-    fits = "Other rows of the embedding or output layer fit: added tokens that one side lacks, or padded rows"
-    if any(change.std() < CONSTANT_OFFSET * abs(change.mean()) for change in (gap, logit)):
-        fits = "One number fits: a logit bias, or a ban, on one side"
-    samples = [batch.samples[at] for at in np.unique(tokens.sample[chosen])]
-    at, mean, rest_mean = int(np.argmax(chosen)), float(gap.mean()), float(tokens.gap[~chosen].mean())
-    finding = batch.finding(
-        "token_offset",
-        "both",
-        f"{chosen.sum()} of {len(tokens)} tokens are of id {', '.join(map(str, odd[:6]))}{', …' * (len(odd) > 6)} and "
-        f"have a mean gap of {mean:+.3g} nats, the others {rest_mean:+.3g}. {fits}.",
-        OFFSET_FIX,
-        samples,
-        tokens=int(chosen.sum()),
-        first=place_of(batch.samples[int(tokens.sample[at])], int(tokens.position[at])),
-        statistics={
-            "ids": len(odd),
-            "first_id": int(odd[0]),
-            "mean_gap": mean,
-            "mean_gap_of_others": rest_mean,
-            "times_other_ids": float(size[is_odd].max()) / max(usual, 1e-9),
-        },
+    name, fix = (
+        ("temperature", TEMPERATURE_FIXES["other"]) if tempered else ("truncation", TRUNCATION_FIXES["recorded"])
     )
-    masks = {s.index: {"loss_mask": s.loss_mask & ~np.isin(s.response_ids, odd)} for s in samples}
-    return [finding], batch.with_values(masks)
+    fix = f"Send every sampling parameter with the request; a model's generation_config may set others. {fix}"
+    told = {"entropy_gap": mean, "standard_errors": z_score, "temperature_ratio": 1 / sharper}
+    return [batch.finding(name, "rollout", evidence, fix, samples, tokens=len(tokens), statistics=told)], batch

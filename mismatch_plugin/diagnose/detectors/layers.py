@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from mismatch_plugin.data.read import InputError
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.versions import version_number
 from mismatch_plugin.diagnose.batch import Batch
-from mismatch_plugin.diagnose.detectors.distance import logit_gap
+from mismatch_plugin.diagnose.detectors.distance import logit_gap, z_score
 from mismatch_plugin.diagnose.findings import Finding
 from mismatch_plugin.diagnose.normal import LOGIT_GAPS
 from mismatch_plugin.diagnose.scorers import Checkpoint
@@ -26,18 +25,15 @@ from mismatch_plugin.sglang.delivered import of_sums, sampled, sums
 MIN_SAMPLES, FAR_Z_SCORE = 8, 4.0
 NEAR_START, BEYOND_LABELS, IN_BETWEEN = 0.75, 0.35, (0.15, 0.75)
 """Share of the way back to the start that names it, how far beyond what labels tell, and shares of neither end."""
-FITS_BETTER = 0.9
-"""The start must fit better than by this. The mildest real update (mean |Δ log p| 0.012 under bf16) gave 0.6."""
-START_FURTHER = 1.3
-"""Without a checkpoint of the present weights: the training side must be further from the start than the rollout side
-is by this. Where it is not, the training side's own noise explains what is seen."""
-MIX_BUDGET = 2000
-"""Response tokens that each mix scores."""
+FITS_BETTER, START_FURTHER = 0.9, 1.3
+"""The start must fit better than by this (the mildest real update, mean |Δ log p| 0.012 under bf16, gave 0.6). Without
+a checkpoint of the present weights the training side must be further from the start than the rollout side is by the
+second: where it is not, the training side's own noise explains what is seen."""
+MIX_BUDGET, MIX_FITS_BETTER, PART_Z_SCORE = 2000, 0.85, 2.0
+"""Response tokens that each mix scores. Below which share of its best rival's distance a mix must fit: layers of real
+servers gave 0.76 at mean |Δ log p| 0.02 under bf16; servers that are one step of four behind gave 1.02."""
 SAMPLED_ELEMENTS = 1 << 16
 """Of each matrix, to tell what bfloat16 leaves of its change."""
-MIX_FITS_BETTER, PART_Z_SCORE = 0.85, 2.0
-"""Below which share of its best rival's distance a mix must fit. Layers of real servers gave 0.76 at mean |Δ log p|
-0.02 under bf16; servers that are one step of four behind gave 1.02."""
 OLD_FIX = (
     "The servers still compute with old weights. Read what each update returned, on every rank, and compare POST "
     '/weights_checker {"action": "checksum"} before and after one. Look for names that the server does not know (a '
@@ -51,7 +47,6 @@ PARTS_FIX = (
     "These tensors did not arrive: look for names that the server's loader skips (a `module.` prefix, fused qkv or "
     "gate_up, a pipeline stage's offset of the layers), for buckets that were never sent, and for failed updates."
 )
-_LAYER = re.compile(r"\.(?:layers|h|blocks|block)\.(\d+)\.(.+)$")
 
 
 class Way(NamedTuple):
@@ -84,17 +79,10 @@ def way_back(samples: Sequence[Sample], now: Sequence[Floats]) -> Way | None:
     table = np.array(rows)
     if len(rows) < MIN_SAMPLES or table[:, 1].sum() <= 0:
         return None
-    along, length, to_now, to_start, apart, tokens = table.sum(axis=0)
-    share = float(along / length)
+    along, length, to_now, to_start, apart, tokens = table.sum(axis=0).tolist()
+    share = along / length
     error = float(np.sqrt(((table[:, 0] - share * table[:, 1]) ** 2).sum()) / length)
-    gains = table[:, 2] - table[:, 3]
-    return Way(share, error, float(to_now / tokens), float(to_start / tokens), float(apart / tokens), z_score(gains))
-
-
-def z_score(gains: Sequence[float] | Floats) -> float:
-    """Of their sum, in standard errors over samples; 0 of a single one."""
-    error = math.sqrt(len(gains)) * float(np.std(gains, ddof=1)) if len(gains) > 1 else math.inf
-    return float(np.sum(gains)) / max(error, 1e-12)
+    return Way(share, error, to_now / tokens, to_start / tokens, apart / tokens, z_score(table[:, 2] - table[:, 3]))
 
 
 def find_start(batch: Batch) -> list[Finding]:
@@ -116,23 +104,26 @@ def find_start(batch: Batch) -> list[Finding]:
         if parts is not None:
             return [parts]
     sure = mixes is not None or batch.from_checkpoint
-    known = sure or way.apart > START_FURTHER * way.to_start
     at = f"{way.share:.0%} ± {way.error:.0%} of the way back{told}"
     numbers = (
         f"mean logit gap {way.to_start:.3g} to the start and {way.to_now:.3g} to the present weights, which are "
         f"{way.apart:.3g} apart"
     )
-    statistics = {**way._asdict(), "told_share": told_share}
+    about: dict[str, Any] = {"statistics": {**way._asdict(), "told_share": told_share}, "confidence": "possible"}
     nearer = way.to_start < FITS_BETTER * way.to_now and way.nearer > FAR_Z_SCORE
+    known = sure or way.apart > START_FURTHER * way.to_start
     if known and nearer and way.share >= max(NEAR_START, told_share + BEYOND_LABELS):
         evidence = (
             f"The rollout log-probs fit the weights that the run began with better than the present ones: {numbers} "
             f"({way.nearer:.0f} standard errors). They are {at}."
-            + (" Some of the new ones may have arrived." if way.share + FAR_Z_SCORE * way.error < 0.95 else "")
-            + ("" if sure else " A training side that scores another text looks the same.")
         )
-        fix = OLD_FIX + ("" if sure else " --checkpoint with the present weights decides it.")
-        about = {"statistics": statistics, "confidence": "likely" if sure else "possible"}
+        if way.share + FAR_Z_SCORE * way.error < 0.95:
+            evidence += " Some of the new ones may have arrived."
+        if sure:
+            about["confidence"] = "likely"
+            return [batch.finding("weights_not_updated", "rollout", evidence, OLD_FIX, samples, **about)]
+        evidence += " A training side that scores another text looks the same."
+        fix = f"{OLD_FIX} --checkpoint with the present weights decides it."
         return [batch.finding("weights_not_updated", "rollout", evidence, fix, samples, **about)]
     inside = IN_BETWEEN[0] + told_share < way.share < IN_BETWEEN[1]
     if mixes is None and not told_share and inside and min(way.to_now, way.to_start) > precision and way.error < 0.05:
@@ -140,7 +131,6 @@ def find_start(batch: Batch) -> list[Finding]:
             f"The rollout log-probs lie between the weights that the run began with and the present ones, {at}: "
             f"{numbers}. Some layers did not arrive, or the servers hold a version in between."
         )
-        about = {"statistics": statistics, "confidence": "possible"}
         return [batch.finding("weights_partly_updated", "rollout", evidence, MIDDLE_FIX, samples, **about)]
     return []
 
@@ -175,7 +165,8 @@ def _told(samples: Sequence[Sample]) -> tuple[float, str]:
 class Mix:
     """Log-probs under a model that has some tensors from the start and the rest from now, both in float32.
 
-    parts: how the model may be divided: name of a part → its parameters, once by layer and once by kind of tensor.
+    parts: how the model may be divided: name of a part → its parameters that differ, by layer and by kind of tensor.
+    delivered: what bfloat16 leaves of the change from the start to now; None where nothing changed.
 
     Raises InputError where the two checkpoints have other parameters.
     """
@@ -197,37 +188,28 @@ class Mix:
             if value.dim() > 1:
                 before, after = (sampled(side[name], SAMPLED_ELEMENTS) for side in (self._start, self._own))
                 change += sums(before, after, torch.bfloat16, weight=value.numel() / len(after))
-            if not torch.equal(value, self._start[name]):
-                layer, kind = _parts_of(name)
-                by_layer[layer] += (name,)
-                by_kind[kind] += (name,)
+            if torch.equal(value, self._start[name]):
+                continue
+            layer = kind = "final norm" if "norm" in name or "ln_f" in name else "embeddings"
+            if re.search(r"head|output", name):
+                layer = kind = "output head"
+            if inside := re.search(r"\.(?:layers|h|blocks|block)\.(\d+)\.(.+)$", name):
+                layer, kind = f"layer {inside[1]}", re.sub(r"\.\d+\.", ".*.", inside[2])
+            by_layer[layer] += (name,)
+            by_kind[kind] += (name,)
         self.parts = (dict(by_layer), dict(by_kind))
         self.delivered = of_sums(change)
 
     def log_probs(self, sample: Sample, from_start: Collection[str]) -> Floats:
-        """[n]. from_start: names of parameters."""
-        with self._mixed(from_start):
-            return self._now.scored([sample])[0]
-
-    @contextmanager
-    def _mixed(self, names: Collection[str]) -> Iterator[None]:
-        kept = {name: self._own[name].data for name in names}
+        """[n]. from_start: names of parameters; all others are from now."""
+        kept = {name: self._own[name].data for name in from_start}
         try:
-            for name in names:
+            for name in from_start:
                 self._own[name].data = self._start[name].data
-            yield
+            return self._now.scored([sample])[0]
         finally:
             for name, value in kept.items():
                 self._own[name].data = value
-
-
-def _parts_of(name: str) -> tuple[str, str]:
-    """Layer and kind of a parameter; one name for both where it belongs to no layer."""
-    if found := _LAYER.search(name):
-        return f"layer {found[1]}", re.sub(r"\.\d+\.", ".*.", found[2])
-    outside = "final norm" if "norm" in name or "ln_f" in name else "embeddings"
-    outside = "output head" if re.search(r"head|output", name) else outside
-    return outside, outside
 
 
 def _find_parts(batch: Batch, samples: Sequence[Sample], now: Sequence[Floats], share: float) -> Finding | None:
@@ -280,8 +262,8 @@ def _find_parts(batch: Batch, samples: Sequence[Sample], now: Sequence[Floats], 
         f"({clear:.0f} standard errors or more over {len(few)} samples)."
     )
     old = count - len(flipped) if from_start else len(flipped)
-    statistics = {"mix": distance, **means, "standard_errors": clear, "parts_old": old, "parts": count}
-    return batch.finding("weights_partly_updated", "rollout", evidence, PARTS_FIX, samples, statistics=statistics)
+    told = {"mix": distance, **means, "standard_errors": clear, "parts_old": old, "parts": count}
+    return batch.finding("weights_partly_updated", "rollout", evidence, PARTS_FIX, samples, statistics=told)
 
 
 def _gaps(samples: Sequence[Sample], ours: Sequence[Floats], theirs: Sequence[Floats]) -> list[Floats]:

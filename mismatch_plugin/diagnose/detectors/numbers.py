@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -25,10 +25,8 @@ CLAMP_REPEATS, CLAMP_BELOW = 3, -2.0
 """The lowest value is a clamp if it comes back exactly that often, and is below that."""
 UNLIKELY = -1.0
 """Tokens below this, clamped ones aside, show how far the two sides differ there."""
-
-POSITIVE_SHARE = 0.9
-MIN_SIGNED = 4
-"""Values of one sample, to judge its sign."""
+POSITIVE_SHARE, MIN_SIGNED = 0.9, 4
+"""Of a sample's values are positive; values of one sample, to judge its sign."""
 BASE_SMALLEST, MIN_BASE_TOKENS = 0.01, 45
 """Nearer to 0 the ratio of two log-probs is mostly noise; so many of the batch judge the base, 15 a third."""
 BASE_TOLERANCE, BASE_ERRORS, BASE_WORST = 0.01, 3.0, 0.06
@@ -36,57 +34,39 @@ BASE_TOLERANCE, BASE_ERRORS, BASE_WORST = 0.01, 3.0, 0.06
 many standard errors of the median are added, up to the last number. Temperatures near the log of a base lie outside."""
 BASE_SPREAD = 0.2
 """Typical deviation from that ratio among the largest third, at most."""
-
-NARROW_SMALLEST = 0.05
-"""Log-probs nearer to 0 are left out: there float32 itself leaves few digits."""
-MIN_NARROW, NARROW_SHARE = 5, 0.95
-"""Values of one sample, and how many must fit; by chance a float32 fits bf16 once in 65,536."""
+NARROW_SMALLEST, MIN_NARROW, NARROW_SHARE = 0.05, 5, 0.95
+"""Log-probs nearer to 0 are left out (float32 leaves few digits there). Values of one sample, and how many must fit; by
+chance a float32 fits bf16 once in 65,536."""
 DECIMALS = 4
 """Rounding to so many decimals or fewer is named: half a unit is then 5e-5, above float32's own error."""
 
-_NOT_LOG_PROBS: dict[FaultName, tuple[str, str, str]] = {
-    "missing": (
-        "null instead of a log-prob",
+NOT_LOG_PROBS: dict[FaultName, tuple[str, str, str]] = {
+    "missing": ("null instead of a log-prob",
         "Send return_logprob with every request, and give tokens that were not sampled (tool output) loss_mask 0.",
-        "Let the trainer write a number for every response token.",
-    ),
-    "nan": (
-        "NaN",
+        "Let the trainer write a number for every response token."),
+    "nan": ("NaN",
         "Look for NaN logits in the engine (fp16, a broken update); else --rollout-log-prob-policy drop-sequence.",
-        "Look for NaN logits in the trainer, or for padding that leaks into the response.",
-    ),
-    "infinite": (
-        "+inf",
+        "Look for NaN logits in the trainer, or for padding that leaks into the response."),
+    "infinite": ("+inf",
         "No log-prob is +inf: look for an overflow or a division by 0 between engine and file.",
-        "No sampled token has one: look for a mask on the logits that excludes sampled tokens, or an overflow.",
-    ),
-    "positive": (
-        "a number clearly above 0",
+        "No sampled token has one: look for a mask on the logits that excludes sampled tokens, or an overflow."),
+    "positive": ("a number clearly above 0",
         "No log-prob is above 0: look at what is written into rollout_log_probs.",
-        "No log-prob is above 0: look at what is written into train_log_probs.",
-    ),
-    "floor": (
-        "−inf or a floor ({value:g})",
+        "No log-prob is above 0: look at what is written into train_log_probs."),
+    "floor": ("−inf or a floor ({value:g})",
         "Take log-probs before filters and remove the engine's clamp, or choose --rollout-log-prob-policy drop-token.",
-        "Remove the clamp on the training side's log-probs.",
-    ),
-    "zero_fill": (
-        "exactly 0.0 where the other side is far from it",
+        "Remove the clamp on the training side's log-probs."),
+    "zero_fill": ("exactly 0.0 where the other side is far from it",
         "The engine returned nothing there: give those tokens loss_mask 0, or ask the engine for their log-probs.",
-        "Gather log-probs for every response token, and do not pad inside the response.",
-    ),
-}
+        "Gather log-probs for every response token, and do not pad inside the response."),
+}  # fmt: skip
 """What a sample has, and what to do on the rollout and on the training side."""
-_EOS_FIX = "Do not append EOS to what the server returned, or give it loss_mask 0: nobody sampled it."
-
-Hits = list[tuple[Sample, Ints]]  # and the positions in it
-
-
-# Values that are no log-probs
+Hits = list[tuple[Sample, Ints]]
+"""Samples, and positions in them."""
 
 
 def find_numbers(batch: Batch) -> Outcome:
-    """Everything but 0.0 fills and clamps, on both sides; found values are NaN afterwards."""
+    """Everything but 0.0 fills and clamps, on both sides, by the bounds of `core.validity`; it is NaN afterwards."""
     found: list[Item] = []
     changed: dict[int, dict[str, Any]] = defaultdict(dict)
     for side in SIDES:
@@ -97,24 +77,22 @@ def find_numbers(batch: Batch) -> Outcome:
                 continue  # all sound, and no NaN among them
             trains = np.ones(len(values), dtype=bool)  # over what the list has too much, too
             trains[: len(sample)] = sample.mask[: len(values)]
-            sound = np.isfinite(values)  # what a masked token carries is ignored, but must not enter a statistic
-            for name, bad in _kinds(values):
+            finite, nulls = np.isfinite(values), is_null(values)
+            kinds: dict[FaultName, Bools] = {
+                "missing": nulls,
+                "nan": np.isnan(values) & ~nulls,
+                "infinite": np.isposinf(values),
+                "positive": finite & (values > POSITIVE_TOLERANCE),
+                "floor": values <= FLOOR,
+            }
+            sound = finite  # what a masked token carries is ignored, but must not enter a statistic
+            for name, bad in kinds.items():
                 if (bad & trains).any():
                     hits[name].append((sample, np.flatnonzero(bad & trains)))
-                    sound &= ~(bad & trains)
+                    sound = sound & ~(bad & trains)
             changed[sample.index][FIELD[side]] = np.where(sound, values, np.nan)
         found += [_number_finding(batch, name, side, chosen) for name, chosen in hits.items()]
     return found, batch.with_values(changed)
-
-
-def _kinds(values: Floats) -> Iterator[tuple[FaultName, Bools]]:
-    """The same bounds as `core.validity.classify`."""
-    nulls = is_null(values)
-    yield "missing", nulls
-    yield "nan", np.isnan(values) & ~nulls
-    yield "infinite", np.isposinf(values)
-    yield "positive", np.isfinite(values) & (values > POSITIVE_TOLERANCE)
-    yield "floor", values <= FLOOR
 
 
 def find_fills(batch: Batch) -> Outcome:
@@ -162,13 +140,13 @@ def _clamped(own: Floats, other: Floats) -> Bools:
 def _number_finding(batch: Batch, name: FaultName, side: LogProbSide, hits: Hits) -> Item:
     sample, position = hits[0][0], int(hits[0][1][0])
     value = float(sample.values(side)[position])
-    shown: dict[str, Any] = {side: "null" if is_null(sample.values(side))[position] else value}
     tokens = sum(len(positions) for _, positions in hits)
-    what, *fixes = _NOT_LOG_PROBS[name]
+    what, *fixes = NOT_LOG_PROBS[name]
     of = f"{tokens} of {batch.token_count} tokens in {len(hits)} of {len(batch)} samples"
     evidence = f"{of} have {what.format(value=value)} on the {side} side."
-    samples, first = [sample for sample, _ in hits], place_of(sample, position, **shown)
-    return batch.finding(name, side, evidence, fixes[SIDES.index(side)], samples, tokens=tokens, first=first)
+    first = place_of(sample, position, **{side: "null" if name == "missing" else value})
+    fix, samples = fixes[SIDES.index(side)], [sample for sample, _ in hits]
+    return batch.finding(name, side, evidence, fix, samples, tokens=tokens, first=first)
 
 
 # An end-of-sequence token that the trainer appended: nobody sampled it, so it has no rollout log-prob
@@ -179,8 +157,7 @@ def find_null_eos(batch: Batch) -> Outcome:
     whole = [sample for sample in batch if len(sample.rollout_log_probs) == len(sample) > 1]
     nulls = [(sample, is_null(sample.rollout_log_probs) & sample.mask) for sample in whole]
     chosen = [sample for sample, at in nulls if at[-1] and at.sum() == 1]
-    elsewhere = sum(bool(at.any() and not at[-1]) for _, at in nulls)
-    if elsewhere >= len(chosen):
+    if sum(bool(at.any() and not at[-1]) for _, at in nulls) >= len(chosen):
         return [], batch  # nulls everywhere are no EOS
     return _without_eos(batch, chosen, "stands a token with null for a log-prob")
 
@@ -214,8 +191,9 @@ def eos_finding(batch: Batch, samples: list[Sample], position: int, what: str) -
     """An end-of-sequence token that was not sampled. position: of it, in the first sample."""
     count = f"{len(samples)} of {len(batch)} responses"
     evidence = f"At the end of {count} {what}: an end-of-sequence token that was not sampled."
+    fix = "Do not append EOS to what the server returned, or give it loss_mask 0: nobody sampled it."
     first = place_of(samples[0], position)
-    return batch.finding("eos_appended", "training", evidence, _EOS_FIX, samples, tokens=len(samples), first=first)
+    return batch.finding("eos_appended", "training", evidence, fix, samples, tokens=len(samples), first=first)
 
 
 # Numbers that are not natural logs: probabilities, negated log-probs, logs of base 2 or 10
@@ -235,8 +213,6 @@ def _positive(batch: Batch, side: LogProbSide) -> Outcome:
     most = 0
     for sample in batch:
         shared = sample.values(side)[: len(sample)]
-        if not len(shared) or shared.max() <= 0:
-            continue
         numbers = shared[sample.mask[: len(shared)]]
         numbers = numbers[np.isfinite(numbers) & (numbers != 0.0)]
         if len(numbers) and (numbers > 0).mean() >= POSITIVE_SHARE:
@@ -263,8 +239,7 @@ def _base(batch: Batch) -> Outcome:
     """Proportional sides with the factor of base 2 or 10: numbers of base b are natural ones / ln b. A temperature
     never gives one factor for likely and unlikely tokens: it must hold in each third of the tokens by size."""
     tokens = batch.tokens
-    # By the product of the two sides, so that neither side's scale chooses the tokens.
-    size = tokens.rollout * tokens.training
+    size = tokens.rollout * tokens.training  # of both sides, so that neither side's scale chooses the tokens
     told = (tokens.rollout < 0) & (tokens.training < 0) & (size > BASE_SMALLEST**2)
     tokens, size = tokens.where(told), size[told]
     if len(tokens) < MIN_BASE_TOKENS:
@@ -291,11 +266,9 @@ def _base(batch: Batch) -> Outcome:
             f"gives {math.exp(expected):.4f}."
         )
         fix = f"Store natural logs: multiply the numbers on that side by {factor:.6g} (log of the base)."
-        samples = [batch.samples[index] for index in np.unique(tokens.sample)]
-        first, figures = place_of(samples[0], int(tokens.position[0])), {"factor": math.exp(thirds[1]), "base": base}
-        finding = batch.finding("log_base", side, evidence, fix, samples, first=first, statistics=figures)
-        changed = {sample.index: {FIELD[side]: sample.values(side) * factor} for sample in batch}
-        return [finding], batch.with_values(changed)
+        told = {"factor": math.exp(thirds[1]), "base": base}
+        finding = batch.finding("log_base", side, evidence, fix, batch.samples, statistics=told)
+        return [finding], batch.with_values({one.index: {FIELD[side]: one.values(side) * factor} for one in batch})
     return [], batch
 
 
@@ -320,22 +293,13 @@ def fits_decimals(values: Floats) -> Bools:
 
 
 NARROW: dict[FaultName, tuple[Callable[[Floats], Bools], str, str]] = {
-    "bf16": (
-        fits_bf16,
-        "are numbers that bf16 can hold, steps of 2^-8 of its size",
-        "Cast logits to float32 before the log-softmax, and do not store or send log-probs in bf16.",
-    ),
-    "fp16": (
-        fits_fp16,
-        "are numbers that fp16 can hold, steps of 2^-11 of its size",
-        "Keep log-probs in float32 from the log-softmax on: do not store or send them in fp16.",
-    ),
-    "rounded": (
-        fits_decimals,
-        f"have at most {DECIMALS} decimals",
-        "Write log-probs with all their digits (repr of a float32 has up to nine).",
-    ),
-}
+    "bf16": (fits_bf16, "are numbers that bf16 can hold, steps of 2^-8 of its size",
+        "Cast logits to float32 before the log-softmax, and do not store or send log-probs in bf16."),
+    "fp16": (fits_fp16, "are numbers that fp16 can hold, steps of 2^-11 of its size",
+        "Keep log-probs in float32 from the log-softmax on: do not store or send them in fp16."),
+    "rounded": (fits_decimals, f"have at most {DECIMALS} decimals",
+        "Write log-probs with all their digits (repr of a float32 has up to nine)."),
+}  # fmt: skip
 """Which values a form of number can hold, what is said of them, and what to do."""
 
 
@@ -348,12 +312,12 @@ def find_precision(batch: Batch) -> Outcome:
         for sample in batch:
             values = sample.values(side)
             values = np.unique(values[np.isfinite(values) & (np.abs(values) > NARROW_SMALLEST)])
-            if len(values) < MIN_NARROW:
-                continue
-            judged += 1
-            fitting: list[FaultName] = [name for name in NARROW if NARROW[name][0](values).mean() >= NARROW_SHARE]
-            if fitting:
-                by_kind[fitting[0]].append(sample)
+            if len(values) >= MIN_NARROW:
+                judged += 1
+                for name, (fits, *_) in NARROW.items():
+                    if fits(values).mean() >= NARROW_SHARE:
+                        by_kind[name].append(sample)
+                        break
         if not judged and (side == "rollout" or batch.has_training):
             few = f"no sample has {MIN_NARROW} different {side} log-probs below −{NARROW_SMALLEST:g}"
             found.append(too_few(few, *NARROW))

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from itertools import chain
+from typing import Any
 
-from mismatch_plugin.data.served import LastUpdate
 from mismatch_plugin.data.versions import INITIAL_VERSION, version_number
 from mismatch_plugin.diagnose.batch import Batch, Outcome
 from mismatch_plugin.diagnose.detectors.layers import OLD_FIX
 from mismatch_plugin.diagnose.detectors.served import MOST_NAMES, Key, Piece, few, minority, pieces_of
 from mismatch_plugin.diagnose.detectors.weights import BEHIND_FIX
-from mismatch_plugin.diagnose.findings import (
-    Confidence,
-    FaultName,
-    Finding,
-    Item,
-    Place,
-    Severity,
-    Undecided,
-    called,
-)
+from mismatch_plugin.diagnose.findings import FaultName, Finding, Item, Place, Undecided, called
 
 NOT_UPDATED_FIX = (
     f"{OLD_FIX} A step that changes nothing (learning rate 0, as a warm-up may begin) is --accept weights_not_updated."
@@ -57,22 +47,15 @@ def find_served_weights(batch: Batch) -> Outcome:
     return [*found, *_half_done(batch, pieces), *_reused(batch, pieces), *_others(batch, rest)], batch
 
 
-def _finding(
-    batch: Batch,
-    fault: FaultName,
-    evidence: str,
-    fix: str,
-    pieces: Sequence[Piece],
-    severity: Severity = "fault",
-    confidence: Confidence = "certain",
-) -> Finding:
+def _finding(batch: Batch, fault: FaultName, evidence: str, fix: str, pieces: Sequence[Piece], **more: Any) -> Finding:
     """About these tokens."""
     first = min(pieces, key=lambda piece: (piece.sample.index, piece.first))
     version = None if first.label is None else f"version {first.label}"
     place = Place(sample=first.sample.index, sample_id=first.sample.sample_id, position=first.first, rollout=version)
     samples = [*{piece.sample.index: piece.sample for piece in pieces}.values()]
-    about = {"tokens": sum(piece.tokens for piece in pieces), "first": place, "confidence": confidence}
-    return batch.finding(fault, "rollout", evidence, fix, samples, **about).model_copy(update={"severity": severity})
+    tokens = sum(piece.tokens for piece in pieces)
+    about = {"tokens": tokens, "first": place, "confidence": "certain"} | more
+    return batch.finding(fault, "rollout", evidence, fix, samples, **about)
 
 
 def _counted(pieces: Sequence[Piece]) -> str:
@@ -105,29 +88,25 @@ def _partly(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set[Key]
     wrong = [(p, u) for p in pieces if (u := p.update) is not None and u.changed and u.changed_matrices < u.matrices]
     if not wrong:
         return [], set()
-    of = dict.fromkeys((piece.served.worker, update) for piece, update in wrong)
-    shown = "; ".join(
-        f"{called(worker)}: update {update.number} changed {update.changed_matrices} of {update.matrices} matrices "
-        f"({update.changed} of {update.tensors} tensors{_unchanged(update)})"
-        for worker, update in [*of][:MOST_NAMES]
-    )
-    workers = few(worker for worker, _ in of)
+    said = {}
+    for piece, update in wrong:
+        more = update.matrices - update.changed_matrices - len(update.unchanged)
+        names = ", ".join(update.unchanged) + (f" and {more} more" if more > 0 else "")
+        said[piece.served.worker, update] = (
+            f"{called(piece.served.worker)}: update {update.number} changed {update.changed_matrices} of "
+            f"{update.matrices} matrices ({update.changed} of {update.tensors} tensors"
+            f"{f'; not {names}' if update.unchanged else ''})"
+        )
+    shown, workers = "; ".join([*said.values()][:MOST_NAMES]), few(worker for worker, _ in said)
     evidence = f"Only a part of the weights changed in the last update of {workers}. {shown}."
     told = [piece for piece, _ in wrong]
     found = _finding(batch, "weights_partly_updated", evidence, PARTLY_FIX, told, confidence="likely")
     return [found], {piece.key for piece in told}
 
 
-def _unchanged(update: LastUpdate) -> str:
-    if not update.unchanged:
-        return ""
-    more = update.matrices - update.changed_matrices - len(update.unchanged)
-    return f"; not {', '.join(update.unchanged)}" + (f" and {more} more" if more > 0 else "")
-
-
 def _stale(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set[Key]]:
     """One label, and other weights on other workers, of those that hold weights in the same form."""
-    of: dict[Hashable, dict[str, dict[Hashable, list[Piece]]]] = defaultdict(lambda: defaultdict(dict))
+    of: dict[Hashable, dict[str, dict[Any, list[Piece]]]] = defaultdict(lambda: defaultdict(dict))
     for piece in pieces:
         if piece.label is not None and piece.weights.fingerprint is not None:
             told = piece.served
@@ -142,13 +121,13 @@ def _stale(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set[Key]]
         workers = [worker for by_worker in by.values() for worker in by_worker]
         if len(by) < 2 or len(workers) > len({*workers}):
             continue  # of a worker with several weights under this label nothing tells which are the label's
-        groups = {name: [*chain(*by_worker.values())] for name, by_worker in by.items()}
+        groups = {print_: _all(by_worker) for print_, by_worker in by.items()}
         why, chosen = "Behind", [group for group in groups.values() if any(map(_behind, group))]
         if len(chosen) in (0, len(by)):
-            why, chosen = "In the minority", [[*chain(*by_worker.values())] for by_worker in minority(by)]
-        wrong = [*chain(*(chosen or groups.values()))]
+            why, chosen = "In the minority", [_all(by_worker) for by_worker in minority(by)]
+        wrong = [piece for group in chosen or groups.values() for piece in group]
         if not odd:
-            shown = "; ".join(f"{fingerprint} on {few(by_worker)}" for fingerprint, by_worker in by.items())  # pyright: ignore[reportArgumentType]
+            shown = "; ".join(f"{print_} on {few(by_worker)}" for print_, by_worker in by.items())
             which = f"{why}: {_names(wrong)}." if chosen else "Nothing here tells which of them are right."
             evidence = f"Under one label, {wrong[0].label!r}, servers hold other weights: {shown}. {which}"
         odd += wrong
@@ -156,10 +135,14 @@ def _stale(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set[Key]]
     if not odd:
         return [], set()
     # A trainer that names no version: the servers may have been asked before and after an update.
-    severity: Severity = "note" if all(piece.label == INITIAL_VERSION for piece in odd) else "fault"
+    unnamed = all(piece.label == INITIAL_VERSION for piece in odd)
     fix = BEHIND_FIX.format(which=_names(odd))
-    found = _finding(batch, "stale_server", evidence, fix, odd, severity)
-    return [found], explained if severity == "fault" else set()
+    found = _finding(batch, "stale_server", evidence, fix, odd, severity="note" if unnamed else "fault")
+    return [found], set() if unnamed else explained
+
+
+def _all(by_worker: dict[Any, list[Piece]]) -> list[Piece]:
+    return [piece for pieces in by_worker.values() for piece in pieces]
 
 
 def _behind(piece: Piece) -> bool:
@@ -220,20 +203,20 @@ def _not_updated(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set
     idle, again = [piece for piece in later if not _again(piece)], [piece for piece in later if _again(piece)]
     late_ids = {id(piece) for piece in (*(piece for piece, _ in moved), *idle)}
     wrong = [piece for piece in pieces if id(piece) in late_ids]
-    said = [_said(moved)] if moved else []
-    said += [f"{_brought_nothing(idle)}: every step of RL changes them."] if idle else []
-    loaded_again = f"{_said(first_sync)} They are the weights that it had loaded." if first_sync else ""
-    sent_again = f"{_brought_nothing(again)}, under the version that they had, {again[0].label!r}." if again else ""
-    told: list[tuple[str, str, list[Piece], Severity]] = [
-        (" ".join(said), NOT_UPDATED_FIX, wrong, "fault"),
-        (loaded_again, FIRST_SYNC_FIX, [piece for piece, _ in first_sync], "note"),
-        (sent_again, AGAIN_FIX, again, "note"),
-    ]
-    found: list[Item] = [
-        _finding(batch, "weights_not_updated", evidence, fix, chosen, severity)
-        for evidence, fix, chosen, severity in told
-        if chosen
-    ]
+    found: list[Item] = []
+    if wrong:
+        said = [_said(moved)] if moved else []
+        said += [f"{_brought_nothing(idle)}: every step of RL changes them."] if idle else []
+        found.append(_finding(batch, "weights_not_updated", " ".join(said), NOT_UPDATED_FIX, wrong))
+    if first_sync:
+        evidence, chosen = (
+            f"{_said(first_sync)} They are the weights that it had loaded.",
+            [one for one, _ in first_sync],
+        )
+        found.append(_finding(batch, "weights_not_updated", evidence, FIRST_SYNC_FIX, chosen, severity="note"))
+    if again:
+        evidence = f"{_brought_nothing(again)}, under the version that they had, {again[0].label!r}."
+        found.append(_finding(batch, "weights_not_updated", evidence, AGAIN_FIX, again, severity="note"))
     return found, {piece.key for piece in wrong}
 
 
@@ -268,7 +251,7 @@ def _reused(batch: Batch, pieces: Sequence[Piece]) -> list[Item]:
         f"({', '.join([*by][:MOST_NAMES])})" + (f", and so on for {len(wrong) - 1} more." if len(wrong) > 1 else ".")
     )
     unnamed = all(name == INITIAL_VERSION for _, name in wrong)  # a trainer that names no version
-    return [_finding(batch, "label_reused", evidence, LABEL_FIX, later, "note" if unnamed else "fault")]
+    return [_finding(batch, "label_reused", evidence, LABEL_FIX, later, severity="note" if unnamed else "fault")]
 
 
 def _others(batch: Batch, pieces: Sequence[Piece]) -> list[Item]:

@@ -6,7 +6,7 @@ import asyncio
 import re
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,8 +15,8 @@ from mismatch_plugin.data.read import InputError
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.diagnose.batch import Batch, make_batch
-from mismatch_plugin.diagnose.detectors.distance import logit_gap
-from mismatch_plugin.diagnose.detectors.layers import FAR_Z_SCORE, NEAR_START, way_back, z_score
+from mismatch_plugin.diagnose.detectors.distance import logit_gap, z_score
+from mismatch_plugin.diagnose.detectors.layers import FAR_Z_SCORE, NEAR_START, way_back
 from mismatch_plugin.diagnose.detectors.size import mismatch
 from mismatch_plugin.diagnose.findings import Finding, place_of
 from mismatch_plugin.diagnose.normal import LOGIT_GAPS
@@ -45,7 +45,8 @@ class Server(NamedTuple):
 
 
 def workers_of(url: str) -> list[str]:
-    """The workers behind a router (SGLang's `/workers`, slime's and older `/list_workers`); else the URL itself."""
+    """The workers behind a router (SGLang's `/workers`, slime's and older `/list_workers`), without the `@rank` of one
+    that routes to data-parallel ranks; else the URL itself."""
     from mismatch_plugin.sglang.http import RequestError, Retries
     from mismatch_plugin.sglang.http import Server as Connection
 
@@ -57,27 +58,21 @@ def workers_of(url: str) -> list[str]:
                     told = (await server.call("GET", path, retries=Retries(attempts=1), timeout=ROUTER_TIMEOUT)).json
                 except RequestError as error:
                     if error.kind == "connection":
-                        return []
+                        break
                     continue
-                if found := _urls(told):
-                    return found
+                told = told if isinstance(told, dict) else {}
+                workers = [item.get("url") for item in told.get("workers") or [] if isinstance(item, dict)]
+                urls = [item for item in told.get("urls") or workers if isinstance(item, str)]
+                if found := [re.sub(r"@\d+$", "", item) for item in urls if item.startswith("http")]:
+                    return [*dict.fromkeys(found)]
         finally:
             await server.close()
-        return []
+        return [url]
 
     try:
-        return asyncio.run(ask()) or [url]
+        return asyncio.run(ask())
     except ValueError as error:
         raise InputError(f"--url: {error}") from None
-
-
-def _urls(told: Any) -> list[str]:
-    """Addresses in a router's answer, without the `@rank` of one that routes to data-parallel ranks."""
-    if not isinstance(told, dict):
-        return []
-    listed: Any = told.get("urls") or [item.get("url") for item in told.get("workers") or [] if isinstance(item, dict)]
-    found = [re.sub(r"@\d+$", "", item) for item in listed if isinstance(item, str) and item.startswith("http")]
-    return list(dict.fromkeys(found))
 
 
 def compare_servers(
@@ -108,39 +103,36 @@ def compare_servers(
         notes += [*server.risks, what + ("no token can be compared" if level is None else str(level))]
         if level is not None:
             gaps = [np.abs(logit_gap(one, one.rollout_log_probs, one.train_log_probs)) for one in batch]
-            flat = np.concatenate(gaps)
-            told = flat[np.isfinite(flat)]
+            told = np.concatenate(gaps)
+            told = told[np.isfinite(told)]
             compared.append((server, batch, gaps, float(np.median(told)) if len(told) else 0.0))
     if not compared:
         return notes, []
+    findings: list[Finding] = []
     _, _, nearest, least = min(compared, key=lambda item: item[-1])
-    findings = []
     for server, batch, gaps, gap in compared:
         bar, ratio = LOGIT_GAPS[server.precision], max(gap, FLOOR) / max(least, FLOOR)
         further = z_score([float(np.nansum(own - other)) for own, other in zip(gaps, nearest, strict=True)])
         odd = further > FAR_Z_SCORE and ratio > RATIO
         way = way_back(batch.samples, [sample.train_log_probs for sample in batch])
         fits = way is not None and way.share > NEAR_START and way.nearer > FAR_Z_SCORE
-        if not (gap > bar or odd or fits):
-            continue
         why = [f"where its precision ({server.precision}) explains {bar:g}"] if gap > bar else []
         why += [f"{ratio:.2g} times the nearest server's, {further:.0f} standard errors"] if odd else []
         why += ["and they fit the weights that the run began with better"] if fits else []
-        tokens = batch.tokens
-        worst = int(np.abs(tokens.gap).argmax())
-        findings.append(
-            batch.finding(
-                "server_differs",
-                "rollout",
-                f"The server at {shown(server.url)} does not hold the weights of {against}: rescored at temperature 1 "
-                f"its log-probs have a median logit gap of {gap:.3g}, {'; '.join(why)}.",
-                FIX.format(which=shown(server.url)),
-                batch.samples,
-                first=place_of(batch.samples[int(tokens.sample[worst])], int(tokens.position[worst])),
-                statistics={"gap": gap, "bar": bar, "ratio_to_nearest": ratio, "standard_errors": further},
-                confidence="likely" if gap > 2 * bar or fits or (odd and gap > bar) else "possible",
-            )
+        if not why:
+            continue
+        evidence = (
+            f"The server at {shown(server.url)} does not hold the weights of {against}: rescored at temperature 1 "
+            f"its log-probs have a median logit gap of {gap:.3g}, {'; '.join(why)}."
         )
+        worst = int(np.abs(batch.tokens.gap).argmax())
+        about = {
+            "first": place_of(batch.samples[int(batch.tokens.sample[worst])], int(batch.tokens.position[worst])),
+            "statistics": {"gap": gap, "bar": bar, "ratio_to_nearest": ratio, "standard_errors": further},
+            "confidence": "likely" if gap > 2 * bar or fits or (odd and gap > bar) else "possible",
+        }
+        fix = FIX.format(which=shown(server.url))
+        findings.append(batch.finding("server_differs", "rollout", evidence, fix, batch.samples, **about))
     return notes, findings
 
 

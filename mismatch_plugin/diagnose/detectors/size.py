@@ -8,14 +8,15 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
-from mismatch_plugin.data.arrays import Bools, Floats, Ints
-from mismatch_plugin.diagnose.batch import Batch, Outcome, median
-from mismatch_plugin.diagnose.detectors.distance import CLIP, ordinary, telling
-from mismatch_plugin.diagnose.detectors.distribution import rank_correlation
-from mismatch_plugin.diagnose.findings import Confidence, FaultName, Finding, Mismatch, Severity, place_of
+from mismatch_plugin.data.arrays import Bools, Floats
+from mismatch_plugin.data.versions import version_number
+from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens, median
+from mismatch_plugin.diagnose.detectors.distance import CLIP, ordinary, rank_correlation, telling
+from mismatch_plugin.diagnose.findings import FaultName, Finding, Mismatch
 from mismatch_plugin.diagnose.normal import (
     ENOUGH_TOKENS,
     FAR_ABS_MEAN,
@@ -64,7 +65,7 @@ EVEN_CAUSES = (
 )
 NEXT = (
     "Inspect again with {given} (present weights, and those that the run began with): it shows weights that did not "
-    "arrive, and filters and temperatures that no record tells."
+    "arrive, and filters and temperatures that no record tells. "
 )
 BY_HAND = (
     "Score the same ids by both engines with the same weights (learning rate 0); compare prompt ids, chat template, "
@@ -120,31 +121,27 @@ class Gaps:
     """Tokens that are not near certain, [T]. typical: median |gap| at their log-prob."""
 
     batch: Batch
-    gap: Floats
-    depth: Floats
+    tokens: Tokens
     typical: Floats
-    relative: Floats
-    sample: Ints
-    position: Ints
 
     @classmethod
     def of(cls, batch: Batch) -> Gaps:
         tokens, told = batch.tokens, telling(batch.tokens)
         size = np.minimum(np.abs(tokens.gap), CLIP)
         typical = ordinary(tokens, size, median, (tokens.occurred, ~tokens.occurred))[told]  # a penalty moves one kind
-        tokens, relative = tokens.where(told), size[told] / np.maximum(typical, 1e-9)
-        return cls(batch, tokens.gap, -tokens.rollout, typical, relative, tokens.sample, tokens.position)
+        return cls(batch, tokens.where(told), typical)
 
     @cached_property
     def k3(self) -> Floats:
         """Of each."""
-        return k3(self.gap)
+        return k3(self.tokens.gap)
 
     @cached_property
     def homogeneous(self) -> bool:
         """All samples are about equally far apart, few wild tokens aside."""
-        counts = np.bincount(self.sample)
-        means = np.bincount(self.sample, np.minimum(self.relative, 4.0))[counts >= 8] / counts[counts >= 8]
+        relative = np.minimum(np.abs(self.tokens.gap), CLIP) / np.maximum(self.typical, 1e-9)
+        counts = np.bincount(self.tokens.sample)
+        means = np.bincount(self.tokens.sample, np.minimum(relative, 4.0))[counts >= 8] / counts[counts >= 8]
         low, high = np.quantile(means, [0.1, 0.9]) if len(means) else (1.0, 1.0)
         return bool(high <= BETWEEN_SAMPLES * low)
 
@@ -155,8 +152,9 @@ class Gaps:
         Independent noise σ on every logit gives a token of probability p the gap σ · √((1 − p)² + Σ_{j≠i} p_j²), about
         σ (1 − p) to σ √2 (1 − p): even noise, the same in all classes.
         """
-        noise = np.abs(self.gap) / -np.expm1(-np.maximum(self.depth, 1e-6)) / 0.6745
-        parts = [noise[(self.depth >= low) & (self.depth < high)] for low, high in pairwise(CLASSES)]
+        depth = -self.tokens.rollout
+        noise = np.abs(self.tokens.gap) / -np.expm1(-np.maximum(depth, 1e-6)) / 0.6745
+        parts = [noise[(depth >= low) & (depth < high)] for low, high in pairwise(CLASSES)]
         found = [float(np.median(part)) for part in parts if len(part) >= MIN_CLASS]
         return found if len(found) >= 3 else []
 
@@ -165,33 +163,18 @@ class Gaps:
         """The gap is noise of one size in all logits."""
         return bool(self.noise) and max(self.noise) <= EVEN * min(self.noise)
 
-    @property
-    def form(self) -> str:
-        """The precision that makes noise of this size."""
-        return next(name for bar, name in NOISE_FORMS if float(np.median(self.noise)) <= bar)
-
     def outliers(self, nats: float) -> Bools:
         """By so many nats and so many times what is typical; a third of the median at least is typical anywhere."""
-        typical = np.maximum(self.typical, float(np.median(np.abs(self.gap))) / 3)
-        return np.abs(self.gap) > np.maximum(nats, OUTLIER_TIMES * typical)
+        gap = np.abs(self.tokens.gap)
+        typical = np.maximum(self.typical, float(np.median(gap)) / 3)
+        return gap > np.maximum(nats, OUTLIER_TIMES * typical)
 
-    def finding(
-        self,
-        name: FaultName,
-        chosen: Bools,
-        evidence: str,
-        fix: str,
-        statistics: dict[str, float],
-        severity: Severity = "fault",
-        confidence: Confidence = "possible",
-    ) -> Finding:
-        """About the chosen tokens."""
-        at = int(np.argmax(chosen))
-        samples = [self.batch.samples[index] for index in np.unique(self.sample[chosen])] or list(self.batch.samples)
-        first = place_of(self.batch.samples[int(self.sample[at])], int(self.position[at])) if chosen.any() else None
-        about = {"tokens": int(chosen.sum()), "first": first, "statistics": statistics, "confidence": confidence}
-        made = self.batch.finding(name, "both", evidence, fix, samples, **about)
-        return made.model_copy(update={"severity": severity})
+    def finding(self, name: FaultName, chosen: Bools, evidence: str, fix: str, **more: Any) -> Finding:
+        """About the chosen tokens; about no sample in particular where none is chosen."""
+        more = {"confidence": "possible"} | more
+        if chosen.any():
+            return self.batch.finding_at(name, "both", evidence, fix, self.tokens.where(chosen), **more)
+        return self.batch.finding(name, "both", evidence, fix, self.batch.samples, tokens=0, **more)
 
 
 def find_size(batch: Batch) -> Outcome:
@@ -200,16 +183,36 @@ def find_size(batch: Batch) -> Outcome:
     A mean |gap| or k3 above what any sound pair has is a fault, whoever holds it. Below, routers are a note, and even
     noise is one up to the size that published pairs of such precision have. The batch stays as it is.
     """
-    level = mismatch(batch)
+    judged = _of_newest(batch)
+    level = mismatch(judged)
     if level is None or level.tokens < ENOUGH_TOKENS:
         return [], batch
-    gaps, far = Gaps.of(batch), size_class(level) == "far"
+    gaps, far = Gaps.of(judged), size_class(level) == "far"
     found = None
-    if len(gaps.gap) >= ENOUGH_TOKENS:
+    if len(gaps.tokens) >= ENOUGH_TOKENS:
         found = _few_tokens(gaps, far) or (None if far else _even_noise(gaps, level))
     if found is None and far:
         found = _far(gaps, level)
     return [found] if found else [], batch
+
+
+def _of_newest(batch: Batch) -> Batch:
+    """Without the tokens of older weights than others of their step by their labels: that explains their gap, and
+    `mixed_versions` names it."""
+    seen: dict[Hashable, set[str]] = defaultdict(set)
+    for sample in batch:
+        seen[sample.step, sample.trainer_version].update(span.version for span in sample.weight_versions)
+    masks: dict[int, dict[str, Bools]] = {}
+    for sample in batch:
+        versions = seen[sample.step, sample.trainer_version]
+        newest = max(versions, key=lambda version: version_number(version) or 0, default="")
+        newest = sample.trainer_version if sample.trainer_version in versions else newest
+        if len(versions) > 1:
+            mask = sample.mask.copy()
+            for span in sample.weight_versions:
+                mask[span.start : span.end] &= span.version == newest
+            masks[sample.index] = {"loss_mask": mask}
+    return batch.with_values(masks)
 
 
 def _few_tokens(gaps: Gaps, far: bool) -> Finding | None:
@@ -220,43 +223,37 @@ def _few_tokens(gaps: Gaps, far: bool) -> Finding | None:
     if gaps.k3[chosen].sum() < MAJORITY * gaps.k3.sum():
         return None
     fix, where = ROUTING_FIX, "in any place, sample and id, as where routers of a MoE model choose other experts"
+    about = {"severity": "fault" if far else "note", "confidence": "likely"}
     if pattern := _pattern(gaps, chosen):
-        chosen, name, fix = gaps.outliers(LARGE_GAP_NATS), "unexplained", _next_step(gaps.batch)
+        chosen, name, fix, about = gaps.outliers(LARGE_GAP_NATS), "unexplained", _next_step(gaps.batch), {}
         where = f"{pattern}: something acts on them alone (banned or biased ids, special tokens, a mask)"
         if chosen.sum() < MIN_OUTLIERS or gaps.k3[chosen].sum() < NEARLY_ALL * gaps.k3.sum():
             return None
-    sizes, rest = np.abs(gaps.gap[chosen]), float(np.median(np.abs(gaps.gap[~chosen])))
-    share = float(gaps.k3[chosen].sum() / gaps.k3.sum())
+    size = np.abs(gaps.tokens.gap)
+    rest, sizes, share = float(np.median(size[~chosen])), size[chosen], float(gaps.k3[chosen].sum() / gaps.k3.sum())
     evidence = (
         f"{len(sizes)} of {len(chosen)} tokens ({chosen.mean():.2%}; near certain ones aside) make {share:.0%} of k3. "
         f"They are {sizes.min():.2g} to {sizes.max():.2g} nats apart, the others {rest:.2g} (median). They lie {where}."
     )
     told = {"tokens": len(sizes), "fraction": float(chosen.mean()), "share_of_k3": share, "median": rest}
-    routers = name == "moe_routing"
-    severity: Severity = "note" if routers and not far else "fault"
-    return gaps.finding(name, chosen, evidence, fix, told, severity, "likely" if routers else "possible")
+    return gaps.finding(name, chosen, evidence, fix, statistics=told, **about)
 
 
 def _pattern(gaps: Gaps, chosen: Bools) -> str | None:
     """What these tokens have in common beyond chance, or None."""
-    count, samples = int(chosen.sum()), len(gaps.batch)
-    lengths = np.array([len(sample) for sample in gaps.batch])[gaps.sample]
-    place = (gaps.position + 0.5) / lengths
-    deviations = (place[chosen].mean() - place.mean()) / max(float(place.std()), 1e-9) * math.sqrt(count)
-    ids = [
-        int(gaps.batch.samples[at].response_ids[position])
-        for at, position in zip(gaps.sample[chosen], gaps.position[chosen], strict=True)
-    ]
+    tokens, some, samples = gaps.tokens, gaps.tokens.where(chosen), gaps.batch.samples
+    place = (tokens.position + 0.5) / np.array([len(sample) for sample in samples])[tokens.sample]
+    deviations = (place[chosen].mean() - place.mean()) / max(float(place.std()), 1e-9) * math.sqrt(len(some))
+    ids = [int(samples[at].response_ids[position]) for at, position in zip(some.sample, some.position, strict=True)]
     names, often = np.unique(ids, return_counts=True)
-    up = float((gaps.gap[chosen] > 0).mean())
-    all_of = np.bincount(gaps.sample, minlength=samples)
+    up = float((some.gap > 0).mean())
+    all_of, of_samples = (np.bincount(one.sample, minlength=len(samples)) for one in (tokens, some))
     expected = all_of[all_of > 0] * chosen.mean()
-    of_samples = np.bincount(gaps.sample[chosen], minlength=samples)[all_of > 0]
-    if often.max() > ONE_ID * count:
+    if often.max() > ONE_ID * len(some):
         return f"on certain ids ({often.max()} are id {names[np.argmax(often)]})"
     if up > UPWARDS:
         return f"on one side ({up:.0%} are likelier on the training side)"
-    if float(((of_samples - expected) ** 2 / expected).mean()) > SPREAD_OF_COUNTS:
+    if float(((of_samples[all_of > 0] - expected) ** 2 / expected).mean()) > SPREAD_OF_COUNTS:
         return "most of them in few samples"
     if abs(deviations) > POSITION_DEVIATIONS:
         return f"mostly {'late' if deviations > 0 else 'early'} in responses"
@@ -282,18 +279,20 @@ def _even_noise(gaps: Gaps, level: Mismatch) -> Finding | None:
     inside = level.abs_mean <= most_abs and level.k3_kl <= most_k3
     if inside and quantised is False:
         return None
+    form = next(name for bar, name in NOISE_FORMS if typical <= bar)
     who = "pairs with a quantised side" if quantised is not False else "pairs in 16 bits"
     evidence = (
         f"The gap is even noise of {typical:.2g} nats in all logits, likely and unlikely tokens alike "
-        f"({min(gaps.noise):.2g} to {max(gaps.noise):.2g}), in all samples: more than bf16 makes, {gaps.form}. Mean "
+        f"({min(gaps.noise):.2g} to {max(gaps.noise):.2g}), in all samples: more than bf16 makes, {form}. Mean "
         f"|gap| {level.abs_mean:.3g} and k3 {level.k3_kl:.3g} are {'within' if inside else 'not both within'} what "
         f"{who} have ({most_abs:.3g} and {most_k3:.3g})."
     )
-    everyone, told = np.ones(len(gaps.gap), dtype=bool), {"logit_noise": typical, "k3": level.k3_kl}
+    everyone, told = np.ones(len(gaps.tokens), dtype=bool), {"logit_noise": typical, "k3": level.k3_kl}
     if inside:
-        return gaps.finding("quantised", everyone, evidence, QUANTISED_FIX, told, "note")
-    tell = "" if quantised else " If a side is quantised, say so: --engine fp8 (or its format)."
-    return gaps.finding("unexplained", everyone, f"{evidence} {EVEN_CAUSES}", _next_step(gaps.batch) + tell, told)
+        return gaps.finding("quantised", everyone, evidence, QUANTISED_FIX, statistics=told, severity="note")
+    fix = _next_step(gaps.batch)
+    fix += "" if quantised else " If a side is quantised, say so: --engine fp8 (or its format)."
+    return gaps.finding("unexplained", everyone, f"{evidence} {EVEN_CAUSES}", fix, statistics=told)
 
 
 def _far(gaps: Gaps, level: Mismatch) -> Finding:
@@ -302,40 +301,43 @@ def _far(gaps: Gaps, level: Mismatch) -> Finding:
     numbers, places, counts = np.unique(tokens.sample, return_inverse=True, return_counts=True)
     of_sample = np.bincount(places, of_token) / counts
     above = (of_sample > FAR_K3) | (np.bincount(places, np.abs(tokens.gap)) / counts > FAR_ABS_MEAN)
-    few, median = numbers[above], float(np.median(of_sample))
-    told = {"abs_mean": level.abs_mean, "k3": level.k3_kl, "median_sample_k3": median, "samples_above": len(few)}
+    few, typical = numbers[above], float(np.median(of_sample))
     sides = [("k3", level.k3_kl, FAR_K3), ("mean |gap|", level.abs_mean, FAR_ABS_MEAN)]
     said = [f"{what} {value:.3g} is {'above' if value > bar else 'within'} {bar:g}" for what, value, bar in sides]
     said = sorted(said, key=lambda part: " above " not in part)
     evidence = f"In nats/token, {said[0]} and {said[1]}, the most that sound pairs of engines have."
+    chosen = np.ones(len(gaps.tokens), dtype=bool)
     if len(few) > FEW_SAMPLES * len(numbers):
-        evidence += f" The gap is in {len(few)} of {len(numbers)} samples: the median one has k3 {median:.2g}."
+        evidence += f" The gap is in {len(few)} of {len(numbers)} samples: the median one has k3 {typical:.2g}."
         if gaps.even:
             evidence += f" It is even noise of {np.median(gaps.noise):.2g} nats in all logits. {EVEN_CAUSES}"
-        return gaps.finding("unexplained", np.ones(len(gaps.gap), bool), evidence, _next_step(gaps.batch), told)
-    inside = above[places]
-    share = float(of_token[inside].sum() / of_token.sum())
-    evidence += (
-        f" {len(few)} of {len(numbers)} samples hold {share:.0%} of k3 (sample {', '.join(map(str, few[:8]))}"
-        f"{' and more' if len(few) > 8 else ''}); the median sample has k3 {median:.2g}."
-    )
-    order = np.argsort(-of_token)
-    count = 1 + int(np.searchsorted(np.cumsum(of_token[order]), NEARLY_ALL * of_token.sum()))
-    sizes, at = np.abs(tokens.gap), int(order[0])
-    alike = np.median(sizes[inside]) <= BETWEEN_SAMPLES * np.median(sizes[~inside])
-    if alike and count <= FEW_TOKENS * inside.sum():
-        evidence += (
-            f" {count} of their {inside.sum()} tokens make {NEARLY_ALL:.0%} of it, the first at position "
-            f"{tokens.position[at]} of sample {tokens.sample[at]} ({tokens.gap[at]:+.3g} nats)."
-        )
     else:
-        follow = rank_correlation(tokens.rollout[inside], tokens.training[inside])
-        fits = "another sample's values, another text or another prompt" if follow < UNRELATED else "other weights"
-        evidence += f" In them the two sides have a rank correlation of {follow:.2f}, which fits {fits}."
-    return gaps.finding("unexplained", np.isin(gaps.sample, few), evidence, _next_step(gaps.batch), told)
+        chosen, inside = np.isin(gaps.tokens.sample, few), above[places]
+        evidence += (
+            f" {len(few)} of {len(numbers)} samples hold {of_token[inside].sum() / of_token.sum():.0%} of k3 (sample "
+            f"{', '.join(map(str, few[:8]))}{' and more' if len(few) > 8 else ''}); the median sample has k3 "
+            f"{typical:.2g}."
+        )
+        order = np.argsort(-of_token)
+        count = 1 + int(np.searchsorted(np.cumsum(of_token[order]), NEARLY_ALL * of_token.sum()))
+        sizes, at = np.abs(tokens.gap), int(order[0])
+        alike = np.median(sizes[inside]) <= BETWEEN_SAMPLES * np.median(sizes[~inside])
+        if alike and count <= FEW_TOKENS * inside.sum():
+            evidence += (
+                f" {count} of their {inside.sum()} tokens make {NEARLY_ALL:.0%} of it, the first at position "
+                f"{tokens.position[at]} of sample {tokens.sample[at]} ({tokens.gap[at]:+.3g} nats)."
+            )
+        else:
+            follow = rank_correlation(tokens.rollout[inside], tokens.training[inside])
+            fits = "another sample's values, another text or another prompt" if follow < UNRELATED else "other weights"
+            evidence += f" In them the two sides have a rank correlation of {follow:.2f}, which fits {fits}."
+    told = {"abs_mean": level.abs_mean, "k3": level.k3_kl, "median_sample_k3": typical, "samples_above": len(few)}
+    return gaps.finding("unexplained", chosen, evidence, _next_step(gaps.batch), statistics=told)
 
 
 def _next_step(batch: Batch) -> str:
     """The command that tells more, with what is not given yet."""
-    flags = [*(() if batch.logits else ("--checkpoint NOW",)), "--reference-checkpoint START"]
-    return BY_HAND if batch.between else f"{NEXT.format(given=' '.join(flags))} {BY_HAND}"
+    if batch.between:
+        return BY_HAND
+    given = "--reference-checkpoint START" if batch.logits else "--checkpoint NOW --reference-checkpoint START"
+    return NEXT.format(given=given) + BY_HAND

@@ -1,7 +1,7 @@
-"""Were both sides given the same text? Another prompt, and other ids inside a response, show in where the gap sits.
+"""Were both sides given the same text? Another prompt, other ids, and ids that are biased show in where the gap sits.
 
-For where the training side does not tell its ids. A change of weights moves the gap, too: all here looks inside what
-one version sampled.
+For where the training side does not tell its ids. A change of weights moves the gap, too: prompts and ids are looked
+for inside what one version sampled.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import numpy as np
 
 from mismatch_plugin.data.arrays import Bools, Floats, Ints
 from mismatch_plugin.data.sample import Sample
-from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens
+from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens, median, medians
 from mismatch_plugin.diagnose.detectors.alignment import IDS_FIX, LAGS, PROMPT_FIX, moved
-from mismatch_plugin.diagnose.detectors.distance import CLIP, compare, distances, ordinary, telling
-from mismatch_plugin.diagnose.findings import Confidence, Finding, first_place, place_of
+from mismatch_plugin.diagnose.detectors.distance import CLIP, compare, distances, ordinary, rank_correlation, telling
+from mismatch_plugin.diagnose.findings import Confidence, Finding, place_of
+from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS
 
 EARLY_TOKENS = 16
 """Tokens of a response that are early, at most; a third of a shorter one. Late ones are its second half."""
@@ -37,16 +38,27 @@ MIN_GAP_NATS = 0.02
 """A prompt that moves the first tokens by less is no one's problem."""
 JUMP = 0.7
 """Between the logs of two samples' relative gaps, neighbours in size: what lies above are samples of another kind."""
-
 FAR_NATS, FAR_TIMES, QUANTILE = 0.3, 16.0, 0.25
 """A token is far off by so many nats at least, and so many times the lower quartile of |gap| at its log-prob
 (half the median of normal noise): half of all tokens may be far."""
 INSIDE, ELSEWHERE = 0.5, 0.03
 """Share of far tokens in such a stretch, and outside it at least: MoE routers flip for one token in a hundred or so."""
-
 BARS = ((6, 4, 1e-4), (3, 1, 0.05))
 """Far tokens in a stretch, telling tokens before it, and the chance that far tokens at random places make one: in the
 batch. Once one sample has met this, each is judged alone by the second."""
+UNRELATED_TOKENS, UNRELATED_GAP, UNRELATED_CORRELATION = 50, 0.5, 0.3
+FAR_UNRELATED_GAP, FAR_UNRELATED_CORRELATION = 3.0, 0.45
+"""At least so many tokens, so large a mean |gap| in nats, and at most so large a rank correlation; that far apart more
+of it is left (measured: logits of the token's own position .21 to .44 at 3 to 4 nats, a lost prompt from .5 on)."""
+MIN_OFFSET_NATS, OFFSET_TIMES_TYPICAL = 0.3, 7.5
+"""A token is far off by so many nats and so many times what is typical of its log-prob and sample; nearly certain ones
+tell nothing."""
+OFFSET_TIMES_OTHER_IDS, MIN_OTHER_IDS = 6.0, 10
+"""An id is odd by so many times what 90 % of the others stay below: a step of the weights moves some ids of a small
+model five times as far."""
+MIN_OFFSET_SAMPLES, OFFSET_SHARE, MAX_ODD_IDS, MAX_ODD_TOKENS, CONSTANT_OFFSET = 6, 0.75, 0.1, 0.3, 0.25
+"""Samples with the id, the share of them that is far off; the share of ids and of tokens at most; spread over mean of
+an offset that one number explains."""
 
 
 def _borders(sample: Sample) -> list[int]:
@@ -165,11 +177,8 @@ def _prompt_finding(batch: Batch, found: _Contrast) -> Finding:
         f"The gap {found.where}. That is {found.ratio:.2f} times what log-probs explain ({found.deviations:.0f} "
         f"standard errors over {len(samples)} samples): {cause}."
     )
-    statistics = {name: float(getattr(found, name)) for name in ("ratio", "deviations", "larger", "smaller")}
-    first = first_place(samples[0], samples[0].usable)
-    return batch.finding(
-        "wrong_prompt", "both", evidence, fix, samples, first=first, statistics=statistics, confidence=confidence
-    )
+    told = {name: float(getattr(found, name)) for name in ("ratio", "deviations", "larger", "smaller")}
+    return batch.finding("wrong_prompt", "both", evidence, fix, samples, statistics=told, confidence=confidence)
 
 
 class Stretch(NamedTuple):
@@ -280,9 +289,85 @@ def _ids_finding(batch: Batch, found: list[Stretch]) -> Finding:
         f"from there on ({inside:.3g}), {until}; in sample {first.sample.index} from position {first.start} of "
         f"{len(first.sample)}{why}: the training side scores other ids there."
     )
-    samples, place = [item.sample for item in found], place_of(first.sample, first.start)
-    tokens = sum(int(item.sample.mask[item.start :].sum()) for item in found)
-    statistics = {"mean_before": before, "mean_inside": inside, "to_the_end": ending, "moved": len(lags)}
-    return batch.finding(
-        "retokenised", "both", evidence, IDS_FIX, samples, tokens=tokens, first=place, statistics=statistics
+    about = {
+        "tokens": sum(int(item.sample.mask[item.start :].sum()) for item in found),
+        "first": place_of(first.sample, first.start),
+        "statistics": {"mean_before": before, "mean_inside": inside, "to_the_end": ending, "moved": len(lags)},
+    }
+    return batch.finding("retokenised", "both", evidence, IDS_FIX, [item.sample for item in found], **about)
+
+
+def find_unrelated(batch: Batch) -> Outcome:
+    """Two sides that have nothing to do with each other; nothing finer can be said about such data."""
+    tokens = batch.tokens
+    gap = np.abs(tokens.gap)
+    if len(tokens) < UNRELATED_TOKENS or gap.mean() < UNRELATED_GAP:
+        return [], batch
+    correlation = rank_correlation(tokens.rollout, tokens.training)
+    if not correlation < (UNRELATED_CORRELATION if gap.mean() < FAR_UNRELATED_GAP else FAR_UNRELATED_CORRELATION):
+        return [], batch
+    evidence = (
+        f"Over {len(tokens)} tokens the two sides have nearly nothing in common: rank correlation {correlation:.2f}, "
+        f"mean |gap| {gap.mean():.3g} nats."
     )
+    fix = (
+        "Check that the trainer scores these ids after this prompt (chat template), with these weights, and takes the "
+        "logits one position before each token (not those of the token itself)."
+    )
+    told = {"rank_correlation": correlation, "abs_mean": float(gap.mean())}
+    first = tokens.where(gap > UNRELATED_GAP)
+    place = place_of(batch.samples[int(first.sample[0])], int(first.position[0]))
+    return [batch.finding_at("unrelated", "both", evidence, fix, tokens, statistics=told, first=place)], batch
+
+
+def find_token_offset(batch: Batch) -> Outcome:
+    """Few token ids whose gap is far from that of all others, in nearly every sample that has them; then left out.
+
+    By their first token in each sample, next to others of its log-prob: no penalty, temperature or bad samples look so.
+    """
+    tokens = batch.tokens
+    if len(tokens) < ENOUGH_TOKENS:
+        return [], batch
+    ids = np.concatenate([sample.response_ids[sample.usable] for sample in batch if sample.usable.any()])
+    first = ~tokens.occurred & telling(tokens)
+    new = tokens.where(first)
+    rest = new.gap - ordinary(new, new.gap, median)
+    typical = ordinary(new, np.abs(rest), median)
+    _, sample = np.unique(new.sample, return_inverse=True)
+    of_sample = np.maximum(medians(np.abs(rest) / np.maximum(typical, 1e-9), sample), 1.0)[sample]
+    far = np.abs(rest) > np.maximum(MIN_OFFSET_NATS, OFFSET_TIMES_TYPICAL * typical * of_sample)
+    names, index, often = np.unique(ids[first], return_inverse=True, return_counts=True)
+    above, below = (np.bincount(index[far & (sign * rest > 0)], minlength=len(names)) for sign in (1, -1))
+    judged, size = often >= MIN_OFFSET_SAMPLES, np.abs(medians(rest, index))
+    known, of_known = np.unique(ids[~tokens.occurred], return_counts=True)
+    mostly_open = often >= of_known[np.searchsorted(known, names)] / 2  # an offset shows wherever an id is not certain
+    is_odd = judged & mostly_open & (np.maximum(above, below) >= OFFSET_SHARE * often)
+    others = size[judged & ~is_odd]
+    if len(others) < MIN_OTHER_IDS:
+        return [], batch
+    usual = float(np.quantile(others, 0.9))
+    odd = names[is_odd & (size > OFFSET_TIMES_OTHER_IDS * usual)]
+    chosen = np.isin(ids, odd)
+    if not len(odd) or len(odd) > max(3, MAX_ODD_IDS * judged.sum()) or chosen.mean() > MAX_ODD_TOKENS:
+        return [], batch
+    biased = tokens.where(chosen)
+    rollout, training = (np.minimum(values, -1e-6) for values in (biased.rollout, biased.training))
+    logit = biased.gap + np.log(np.expm1(rollout) / np.expm1(training))
+    fits = "Other rows of the embedding or output layer fit: added tokens that one side lacks, or padded rows"
+    if any(change.std() < CONSTANT_OFFSET * abs(change.mean()) for change in (biased.gap, logit)):
+        fits = "One number fits: a logit bias, or a ban, on one side"
+    mean, rest_mean = float(biased.gap.mean()), float(tokens.gap[~chosen].mean())
+    evidence = (
+        f"{len(biased)} of {len(tokens)} tokens are of id {', '.join(map(str, odd[:6]))}{', …' * (len(odd) > 6)} and "
+        f"have a mean gap of {mean:+.3g} nats, the others {rest_mean:+.3g}. {fits}."
+    )
+    fix = (
+        "Compare both engines' logits at these ids: logit_bias, banned or suppressed ids, rows of added tokens "
+        "(resize, tied weights, padding of the vocabulary) and their update; or give those tokens loss mask 0."
+    )
+    told = {"ids": len(odd), "first_id": int(odd[0]), "mean_gap": mean, "mean_gap_of_others": rest_mean}
+    told |= {"times_other_ids": float(size[is_odd].max()) / max(usual, 1e-9)}
+    finding = batch.finding_at("token_offset", "both", evidence, fix, biased, statistics=told)
+    with_odd = [batch.samples[at] for at in np.unique(biased.sample)]
+    masks = {one.index: {"loss_mask": one.loss_mask & ~np.isin(one.response_ids, odd)} for one in with_odd}
+    return [finding], batch.with_values(masks)

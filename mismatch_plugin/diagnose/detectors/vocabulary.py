@@ -23,11 +23,10 @@ from mismatch_plugin.diagnose.detectors.distribution import (
     after_filters,
     filter_text,
 )
-from mismatch_plugin.diagnose.findings import SIDES, FaultName, Finding, LogProbSide, place_of, too_few
+from mismatch_plugin.diagnose.findings import SIDES, FaultName, Finding, LogProbSide, Side, place_of, too_few
 from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS
 
-MAX_BYTES = 256 * 2**20
-MAX_SAMPLES, MAX_TOKENS = 256, 4000
+MAX_BYTES, MAX_SAMPLES, MAX_TOKENS = 256 * 2**20, 256, 4000
 """A part of the tokens is enough; so many logits are kept in memory."""
 BETTER, BETTER_Z_SCORE, MIN_GAIN_NATS = 0.6, 6.0, 0.002
 """Another distribution fits clearly better: share of the distance that may be left, standard errors, nats."""
@@ -35,10 +34,9 @@ MIN_TEMPERATURE_CHANGE = 0.02
 PENALTIES = (1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5)
 NUCLEI = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
 TOP_KS = (1, 2, 3, 5, 8, 10, 20, 30, 40, 50, 64, 100, 200, 1000)
-EXPECTED_OUTSIDE = 15.0
-"""Tokens that must be expected outside a filter before their absence means anything: by chance once in e^15."""
-LEAK = 0.1
-"""Of the expected ones may be outside: the engine's boundary is not the checkpoint's to the last digit."""
+EXPECTED_OUTSIDE, LEAK = 15.0, 0.1
+"""Tokens that must be expected outside a filter before their absence means anything (by chance once in e^15); the share
+of them that may be outside: the engine's boundary is not the checkpoint's to the last digit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +48,8 @@ class Rows:
     (those that have seen it), NaN at a response's end.
     """
 
-    tokens: tuple[tuple[Sample, int], ...]
+    batch: Batch
+    tokens: list[tuple[Sample, int]]
     logits: Tensor
     drawn_from: Tensor
     ids: Tensor
@@ -65,24 +64,23 @@ class Rows:
 
     def finding(
         self,
-        batch: Batch,
         fault: FaultName,
-        side: LogProbSide,
+        side: Side,
         evidence: str,
         fix: str,
         fits: Comparison | None = None,
         **statistics: float,
     ) -> Finding:
         """About all these tokens. fits: the distance to what is recorded and to what the evidence names."""
-        samples = [*{sample.index: sample for sample, _ in self.tokens}.values()]
         if fits is not None:
             statistics |= {"distance_as_recorded": fits.own, "distance_fitted": fits.other}
             evidence += (
                 f": mean |gap| to the checkpoint (no token above {CLIP:g} nats) {fits.own:.3g} as recorded, "
                 f"{fits.other:.3g} so."
             )
-        count, first = len(self.tokens), place_of(*self.tokens[0])
-        return batch.finding(fault, side, evidence, fix, samples, tokens=count, first=first, statistics=statistics)
+        samples = [*{sample.index: sample for sample, _ in self.tokens}.values()]
+        about = {"tokens": len(self.tokens), "first": place_of(*self.tokens[0]), "statistics": statistics}
+        return self.batch.finding(fault, side, evidence, fix, samples, **about)
 
 
 def penalise(logits: Tensor, previous: Ints, sampling: SamplingParameters) -> Tensor:
@@ -119,26 +117,24 @@ def gather_rows(batch: Batch) -> Rows | None:
     if batch.logits is None or not samples:
         return None
     tokens: list[tuple[Sample, int]] = []
-    rows: list[Tensor] = []
+    parts: list[Tensor] = []
     late: list[Floats] = []
     share = 0
     for index, sample in enumerate(samples):
         logits = batch.logits(sample).float()
-        budget = min(MAX_TOKENS, max(1, MAX_BYTES // (4 * logits.shape[-1])))
-        share = share or max(1, math.ceil(budget / len(samples)))
+        share = share or max(1, math.ceil(min(MAX_TOKENS, MAX_BYTES // (4 * logits.shape[-1])) / len(samples)))
         usable = np.flatnonzero(sample.usable)
         step = max(1, math.ceil(len(usable) / share))
         at = usable[index % step :: step]
         ids = torch.as_tensor(sample.response_ids, dtype=torch.long)
         seen = _picked(logits[1:] / sample.log_prob_temperature, ids[:-1])
         tokens += [(sample, int(position)) for position in at]
-        rows.append(logits[at])
+        parts.append(logits[at])
         late.append(np.append(seen, np.nan)[at])
-    if not tokens:
-        return None
-    raw = torch.cat(rows)
+    raw = torch.cat(parts)
     return Rows(
-        tokens=tuple(tokens),
+        batch=batch,
+        tokens=tokens,
         logits=raw,
         drawn_from=_penalised(raw, tokens) if any(sample.sampling.penalised for sample, _ in tokens) else raw,
         ids=torch.tensor([int(sample.response_ids[at]) for sample, at in tokens]),
@@ -160,20 +156,20 @@ def find_in_distributions(batch: Batch) -> Outcome:
     late = _compare(rows.training, rows.log_probs(rows.logits), rows.late)
     if not batch.from_checkpoint and late.clearly_better(0.5, BETTER_Z_SCORE, 0.1):
         evidence = "The training side's log-probs are of logits one position too late, which have seen the token"
-        return [rows.finding(batch, "shift_by_one", "training", evidence, SHIFT_FIX, late)], batch
+        return [rows.finding("shift_by_one", "training", evidence, SHIFT_FIX, late)], batch
     judged = SIDES[:1] if batch.from_checkpoint else SIDES
     if any(after_filters(sample) for sample, _ in rows.tokens):
         judged = judged[1:]  # the rollout side's are of another distribution than the logits'
-    temperatures = [one for side in judged if (one := _temperature(batch, rows, side))]
-    return [*temperatures, *_penalty(batch, rows), *([] if temperatures else _truncation(batch, rows))], batch
+    temperatures = [one for side in judged if (one := _fitted_temperature(rows, side))]
+    return [*temperatures, *_fitted_penalty(rows), *([] if temperatures else _cut(rows))], batch
 
 
 def _compare(side: Floats, recorded: Floats, other: Floats) -> Comparison:
     return compare(between(side, recorded), between(side, other))
 
 
-def _temperature(batch: Batch, rows: Rows, side: LogProbSide) -> Finding | None:
-    """The factor on the recorded temperature that fits best, by a grid that is made finer three times."""
+def _fitted_temperature(rows: Rows, side: LogProbSide) -> Finding | None:
+    """The factor on the recorded temperature that fits best, by a grid that is made finer four times."""
     values, logits = (rows.rollout, rows.drawn_from) if side == "rollout" else (rows.training, rows.logits)
     low, high, scale = 0.3, 3.3, 1.0
     for points in (17, 9, 9, 9, 9):
@@ -187,11 +183,11 @@ def _temperature(batch: Batch, rows: Rows, side: LogProbSide) -> Finding | None:
     fitted = base * scale
     kind = "other" if abs(fitted - 1) >= 0.03 else "rollout_raw" if side == "rollout" else "trainer_without"
     evidence = f"The {side} side's log-probs are those of temperature {fitted:.3g}, not of the recorded {base:g}"
-    fix = TEMPERATURE_FIXES[kind]
-    return rows.finding(batch, "temperature", side, evidence, fix, fits, temperature=fitted, recorded=base)
+    told = {"temperature": fitted, "recorded": base}
+    return rows.finding("temperature", side, evidence, TEMPERATURE_FIXES[kind], fits, **told)
 
 
-def _penalty(batch: Batch, rows: Rows) -> list[Finding]:
+def _fitted_penalty(rows: Rows) -> list[Finding]:
     """A repetition penalty in the rollout log-probs that no record tells; recorded ones show next to the trainer's."""
     if any(sample.sampling.penalised for sample, _ in rows.tokens):
         return []
@@ -202,10 +198,10 @@ def _penalty(batch: Batch, rows: Rows) -> list[Finding]:
     if not fits.clearly_better(BETTER, BETTER_Z_SCORE, MIN_GAIN_NATS):
         return []
     evidence = f"Rollout log-probs contain a repetition penalty of about {PENALTIES[best]:g} that no record tells"
-    return [rows.finding(batch, "penalty", "rollout", evidence, PENALTY_FIX, fits, penalty=PENALTIES[best])]
+    return [rows.finding("penalty", "rollout", evidence, PENALTY_FIX, fits, penalty=PENALTIES[best])]
 
 
-def _truncation(batch: Batch, rows: Rows) -> list[Finding]:
+def _cut(rows: Rows) -> list[Finding]:
     """No token outside a nucleus or the k likeliest, where many were to be expected, whatever the records say.
 
     Of several filters the recorded one is named, else the one whose outside was expected to hold most of the missing.
@@ -219,8 +215,8 @@ def _truncation(batch: Batch, rows: Rows) -> list[Finding]:
     ]
     if not chosen:
         return []
-    names = [name for name in rows.__dataclass_fields__ if name != "tokens"]
-    rows = Rows(tuple(rows.tokens[at] for at in chosen), *(getattr(rows, name)[chosen] for name in names))
+    names = [name for name in rows.__dataclass_fields__ if name not in ("batch", "tokens")]
+    rows = Rows(rows.batch, [rows.tokens[at] for at in chosen], *(getattr(rows, name)[chosen] for name in names))
     probabilities = (rows.drawn_from / rows.temperature[:, None]).softmax(-1)
     place = (probabilities > probabilities.gather(-1, rows.ids[:, None])).sum(-1)
     mass = probabilities.sort(-1, descending=True).values
@@ -250,4 +246,4 @@ def _truncation(batch: Batch, rows: Rows) -> list[Finding]:
         f"{form}; {1 - math.exp(-bias):.2%} of the mass is cut, {bias:.3g} nats/token."
     )
     fix = TRUNCATION_FIXES["renormalised" if renormalised else "recorded"]
-    return [rows.finding(batch, "truncation", "rollout", evidence, fix, outside=outside, expected=expected, bias=bias)]
+    return [rows.finding("truncation", "rollout", evidence, fix, outside=outside, expected=expected, bias=bias)]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -15,21 +13,18 @@ from mismatch_plugin.data.arrays import Bools, Floats
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.versions import INITIAL_VERSION, version_number
 from mismatch_plugin.diagnose.batch import Batch, Outcome, median
-from mismatch_plugin.diagnose.detectors.distance import logit_gap
-from mismatch_plugin.diagnose.detectors.distribution import rank_correlation
+from mismatch_plugin.diagnose.detectors.distance import logit_gap, rank_correlation
 from mismatch_plugin.diagnose.detectors.layers import OLD_FIX, find_start, versions_of
-from mismatch_plugin.diagnose.detectors.served import few, weights_agree
+from mismatch_plugin.diagnose.detectors.served import CACHE_FIX, few, weights_agree
 from mismatch_plugin.diagnose.detectors.size import UNRELATED
-from mismatch_plugin.diagnose.findings import Confidence, Finding, Item, Undecided, called, place_of
+from mismatch_plugin.diagnose.findings import Finding, Item, Undecided, called, place_of
 from mismatch_plugin.diagnose.normal import LOGIT_GAPS
 
 FLOOR, PRECISION = LOGIT_GAPS["float32"], LOGIT_GAPS["16 bits"]
 """Logit gaps below FLOOR count as that: two servers in float32 do not differ by a ratio of rounding. PRECISION: above
 it bf16 does not explain them."""
-MIN_TOKENS, HALVED = 6, 16
-"""Of one sample, to judge it; and to judge both of its halves."""
-MIN_SAMPLES = 8
-"""Of one server or worker."""
+MIN_TOKENS, HALVED, MIN_SAMPLES = 6, 16, 8
+"""Of one sample, to judge it, and to judge both of its halves; samples of one server or worker."""
 LARGEST_P, PAIRS_FURTHER, RATIO, CLEAR_RATIO = 1e-4, 0.75, 1.25, 2.0
 """Of Mann-Whitney tests after Holm; their effect size (share of pairs in which the server's sample is further off); how
 far the medians must be apart (one small update on top of bf16 noise measured 1.35), and from where on it is likely."""
@@ -60,14 +55,9 @@ INITIAL_FIX = (
     "Send the present weights to {which}: read what the update returned, and the server's log for a restart. Where "
     "updates do arrive, send their weight_version with them."
 )
-
-
-class Scored(NamedTuple):
-    """A sample and its median |logit gap| (that of the nearer half), over the median of its like: those of one
-    temperature and one pair of weight versions."""
-
-    sample: Sample
-    relative: float
+Scored = list[tuple[Sample, float]]
+"""Samples, each with its `sample_gap` over the median of its like: those of one temperature and one pair of weight
+versions."""
 
 
 def find_stale_server(batch: Batch) -> Outcome:
@@ -75,67 +65,86 @@ def find_stale_server(batch: Batch) -> Outcome:
     scored = score(batch)
     keys: tuple[Callable[[Sample], Hashable], ...] = (lambda one: one.worker, lambda one: one.worker[0])
     for key in keys:
-        groups: dict[Hashable, list[Scored]] = defaultdict(list)
-        for item in scored:
-            if (name := key(item.sample)) not in (None, (None, None)):
-                groups[name].append(item)
+        groups: dict[Hashable, Scored] = defaultdict(list)
+        for sample, relative in scored:
+            if (name := key(sample)) not in (None, (None, None)):
+                groups[name].append((sample, relative))
         judged = {name: items for name, items in groups.items() if len(items) >= MIN_SAMPLES}
         if finding := _furthest(batch, judged):
             return [finding], batch
     return [], batch
 
 
-def _furthest(batch: Batch, groups: dict[Hashable, list[Scored]]) -> Finding | None:
+def _furthest(batch: Batch, groups: dict[Hashable, Scored]) -> Finding | None:
     """Each group against all that are nearer by RATIO."""
-    middle = {name: float(np.median([item.relative for item in items])) for name, items in groups.items()}
+    middle = {name: float(np.median([gap for _, gap in items])) for name, items in groups.items()}
 
     def nearer(bar: float) -> list[Hashable]:
         return [name for name in groups if RATIO * middle[name] <= bar]
 
-    def relative(names: list[Hashable]) -> Floats:
-        return np.array([item.relative for name in names for item in groups[name]])
+    def gaps(names: list[Hashable]) -> Floats:
+        return np.array([gap for name in names for _, gap in groups[name]])
 
-    tests = {
-        name: mann_whitney(relative([name]), relative(others)) for name in groups if (others := nearer(middle[name]))
-    }
+    tests = {name: mann_whitney(gaps([name]), gaps(others)) for name in groups if (others := nearer(middle[name]))}
     odd: list[Hashable] = []
     pairs = len(groups) * (len(groups) - 1) // 2  # which are nearer was known after looking
-    for rank, name in enumerate(sorted(tests, key=lambda name: tests[name].p)):
-        if tests[name].p * (pairs - rank) > LARGEST_P:
+    for rank, (name, (area, p)) in enumerate(sorted(tests.items(), key=lambda test: test[1][1])):
+        if p * (pairs - rank) > LARGEST_P:
             break
-        if tests[name].area >= PAIRS_FURTHER:
+        if area >= PAIRS_FURTHER:
             odd.append(name)
     if not odd:
         return None
     near_by = nearer(min(middle[name] for name in odd))
-    members = sorted((item for name in odd for item in groups[name]), key=lambda item: item.sample.index)
-    near, far = float(np.median(relative(near_by))), float(np.median(relative(odd)))
+    near, far = float(np.median(gaps(near_by))), float(np.median(gaps(odd)))
     clear = far >= CLEAR_RATIO * near and far >= PRECISION
-    names, samples = ", ".join(map(called, odd)), [item.sample for item in members]
-    others = ", ".join(map(called, near_by[:4])) + (" and others" if len(near_by) > 4 else "")
-    area, p = min(tests[name].area for name in odd), max(tests[name].p for name in odd)
-    return batch.finding(
-        "stale_server",
-        "rollout",
+    samples = sorted((sample for name in odd for sample, _ in groups[name]), key=lambda sample: sample.index)
+    names, others = ", ".join(map(called, odd)), ", ".join(map(called, near_by[:4]))
+    area, p = min(tests[name][0] for name in odd), max(tests[name][1] for name in odd)
+    evidence = (
         f"Responses of {names} ({len(samples)} samples) lie {far / near:.2g} times as far from the training side as "
-        f"those of {others} (median logit gap {far:.3g} against {near:.3g}; in {area:.0%} of pairs, "
-        f"p = {p:.1g}), under the same versions and temperature: other weights there"
-        + ("." if clear else ", or another precision or kernel."),
-        BEHIND_FIX.format(which=names),
-        samples,
-        of_samples=sum(map(len, groups.values())),
-        statistics={"ratio": far / near, "far": far, "near": near, "area": area, "p": p, "groups": len(groups)},
-        confidence="likely" if clear else "possible",
+        f"those of {others}{' and others' if len(near_by) > 4 else ''} (median logit gap {far:.3g} against {near:.3g}; "
+        f"in {area:.0%} of pairs, p = {p:.1g}), under the same versions and temperature: other weights there"
+        f"{'' if clear else ', or another precision or kernel'}."
     )
+    about = {
+        "of_samples": sum(map(len, groups.values())),
+        "statistics": {"ratio": far / near, "far": far, "near": near, "area": area, "p": p, "groups": len(groups)},
+        "confidence": "likely" if clear else "possible",
+    }
+    return batch.finding("stale_server", "rollout", evidence, BEHIND_FIX.format(which=names), samples, **about)
+
+
+def find_cached_further(batch: Batch) -> Outcome:
+    """Without the plugin's word: samples whose prompts came out of the cache lie clearly further off than the others of
+    one version and temperature."""
+    told = [(sample, gap) for sample, gap in score(batch) if sample.cached_tokens is not None]
+    samples = [sample for sample, _ in told if sample.cached_tokens]
+    if min(len(samples), len(told) - len(samples)) < MIN_SAMPLES:
+        return [], batch
+    far, near = (
+        np.array([gap for sample, gap in told if bool(sample.cached_tokens) == flag]) for flag in (True, False)
+    )
+    (area, p), ratio = mann_whitney(far, near), float(np.median(far) / np.median(near))
+    if p > LARGEST_P or area < PAIRS_FURTHER or ratio < CLEAR_RATIO or np.median(far) < PRECISION:
+        return [], batch
+    evidence = (
+        f"{len(samples)} samples with a cached prompt lie {ratio:.2g} times as far from the training side as "
+        f"{len(near)} without, under the same versions and temperature (in {area:.0%} of pairs, "
+        f"p = {p:.1g}): as if older weights had filled the cache."
+    )
+    about = {"of_samples": len(told), "statistics": {"ratio": ratio, "area": area, "p": p}, "confidence": "possible"}
+    fix = f"{CACHE_FIX} The SGLang plugin of this package tells which weights made each cached token."
+    return [batch.finding("stale_cache", "rollout", evidence, fix, samples, **about)], batch
 
 
 def find_split(batch: Batch) -> Outcome:
     """Two clear populations where no record names a worker, among the responses of one version."""
-    scored = [item for item in score(batch) if len({span.version for span in item.sample.weight_versions}) < 2]
-    scored.sort(key=lambda item: item.relative)
-    if len(scored) < 2 * MIN_SAMPLES or any(item.sample.worker[1] is not None for item in scored):
+    scored = [item for item in score(batch) if len({span.version for span in item[0].weight_versions}) < 2]
+    scored.sort(key=lambda item: item[1])
+    if len(scored) < 2 * MIN_SAMPLES or any(sample.worker[1] is not None for sample, _ in scored):
         return [], batch
-    logs = np.log([item.relative for item in scored])
+    logs = np.log([gap for _, gap in scored])
     least = max(math.ceil(SMALLEST_SHARE * len(logs)), MIN_SAMPLES // 2)
     cuts = range(least, len(logs) - least + 1)
     cut = min(cuts, key=lambda cut: cut * logs[:cut].var() + (len(logs) - cut) * logs[cut:].var())
@@ -144,64 +153,47 @@ def find_split(batch: Batch) -> Outcome:
     apart = float(logs[cut:].mean() - logs[:cut].mean()) / max(spread, 0.05)
     if far < SPLIT_GAP or far < SPLIT_RATIO * near or apart < SEPARATION:
         return [], batch
-    samples = sorted((item.sample for item in scored[cut:]), key=lambda sample: sample.index)
+    samples = sorted((sample for sample, _ in scored[cut:]), key=lambda sample: sample.index)
     tokens = batch.tokens.where(np.isin(batch.tokens.sample, [sample.index for sample in samples]))
     if rank_correlation(tokens.rollout, tokens.training) < UNRELATED:
         return [], batch  # values of other samples or texts, not of other weights: their size is a fault by itself
-    finding = batch.finding(
-        "stale_server",
-        "rollout",
+    evidence = (
         f"The samples are of two kinds: {len(samples)} of {len(scored)} lie {far / near:.1f} times as far from the "
         f"training side as the rest (median logit gap {far:.3g} against {near:.3g}), {apart:.1f} standard deviations "
-        f"apart, from their first tokens on: as if one of several servers or workers had other weights.",
-        RECORD_FIX,
-        samples,
-        of_samples=len(scored),
-        statistics={"ratio": far / near, "separation": apart, "far": far, "near": near},
-        confidence="possible",
+        f"apart, from their first tokens on: as if one of several servers or workers had other weights."
     )
-    return [finding], batch
+    told = {"ratio": far / near, "separation": apart, "far": far, "near": near}
+    about = {"of_samples": len(scored), "statistics": told, "confidence": "possible"}
+    return [batch.finding("stale_server", "rollout", evidence, RECORD_FIX, samples, **about)], batch
 
 
-def score(batch: Batch) -> list[Scored]:
+def score(batch: Batch) -> Scored:
     """The samples with enough tokens."""
-    like: dict[Hashable, list[tuple[Sample, float]]] = defaultdict(list)
+    like: dict[Hashable, Scored] = defaultdict(list)
     for sample in batch:
         if (gap := sample_gap(sample)) is not None:
             versions = frozenset(span.version for span in sample.weight_versions)
             like[sample.temperature, versions, sample.trainer_version].append((sample, gap))
-    level = np.median([gap for members in like.values() for _, gap in members]) if like else 1.0
-    scored: list[Scored] = []
+    level = float(np.median([gap for members in like.values() for _, gap in members])) if like else 1.0
+    scored: Scored = []
     for members in like.values():
-        middle = np.median([gap for _, gap in members])
-        scored += [Scored(sample, float(gap / middle * level)) for sample, gap in members]
+        middle = float(np.median([gap for _, gap in members]))
+        scored += [(sample, gap / middle * level) for sample, gap in members]
     return scored
 
 
 def sample_gap(sample: Sample) -> float | None:
     """Median |logit gap|, of the half of the response where it is smaller: other weights show in both halves, other ids
     or another prompt in one. None for too few tokens."""
-    if sample not in _GAPS:
-        gap = logit_gap(sample, sample.rollout_log_probs, sample.train_log_probs) if sample.comparable else np.zeros(0)
-        gap = np.abs(gap[np.isfinite(gap)])
-        halves: list[Floats] = np.array_split(gap, 2) if len(gap) >= HALVED else [gap]
-        _GAPS[sample] = max(min(map(median, halves)), FLOOR) if len(gap) >= MIN_TOKENS else None
-    return _GAPS[sample]
+    gap = logit_gap(sample, sample.rollout_log_probs, sample.train_log_probs) if sample.comparable else np.zeros(0)
+    gap = np.abs(gap[np.isfinite(gap)])
+    halves: list[Floats] = np.array_split(gap, 2) if len(gap) >= HALVED else [gap]
+    return max(min(map(median, halves)), FLOOR) if len(gap) >= MIN_TOKENS else None
 
 
-_GAPS: WeakKeyDictionary[Sample, float | None] = WeakKeyDictionary()
-"""Several detectors ask for the same."""
-
-
-class Ranks(NamedTuple):
-    """area: share of pairs in which the first is larger. p: one-sided, by the normal approximation."""
-
-    area: float
-    p: float
-
-
-def mann_whitney(a: Floats, b: Floats) -> Ranks:
-    """Are the values of `a` larger than those of `b`? Ties count half (H. B. Mann, D. R. Whitney, 1947)."""
+def mann_whitney(a: Floats, b: Floats) -> tuple[float, float]:
+    """Are the values of `a` larger than those of `b`? The share of pairs in which they are, ties counting half, and the
+    one-sided p by the normal approximation (H. B. Mann, D. R. Whitney, 1947)."""
     ordered = np.sort(b)
     below, upto = (np.searchsorted(ordered, a, side=side) for side in ("left", "right"))
     area = float((below + upto).sum()) / 2 / (len(a) * len(b))
@@ -209,7 +201,7 @@ def mann_whitney(a: Floats, b: Floats) -> Ranks:
     n = len(a) + len(b)
     variance = (n + 1 - float((ties**3 - ties).sum()) / (n * (n - 1))) / (12 * len(a) * len(b))
     deviations = (area - 0.5) / math.sqrt(variance) if variance > 0 else 0.0
-    return Ranks(area, math.erfc(deviations / math.sqrt(2)) / 2)
+    return area, math.erfc(deviations / math.sqrt(2)) / 2
 
 
 def find_not_updated(batch: Batch) -> Outcome:
@@ -247,30 +239,33 @@ def _growing(batch: Batch) -> list[Finding]:
     if not deviations > GROWTH_Z_SCORE or growth < GROWTH:
         return []
     clear = growth >= CLEAR_GROWTH and middle[0] < PRECISION and early >= GROWTH * middle[0]
-    confidence: Confidence = "likely" if clear else "possible"
-    samples = [sample for version, _, sample in rows if version != versions[0]]
     some = np.unique(np.linspace(0, len(versions) - 1, min(6, len(versions))).round().astype(int))
-    shown = ", ".join(f"{versions[at]}: {middle[at]:.3g}" for at in some)
     evidence = (
         f"The labels move from version {versions[0]} to {versions[-1]}, and the gap to the trainer grows with the "
-        f"distance from the first ({deviations:.0f} standard errors; median logit gap by version {shown}): the servers "
-        f"take the new name, not the new weights"
-        + ("." if clear else ", or the two engines move apart for another reason.")
+        f"distance from the first ({deviations:.0f} standard errors; median logit gap by version "
+        f"{', '.join(f'{versions[at]}: {middle[at]:.3g}' for at in some)}): the servers take the new name, not the new "
+        f"weights{'' if clear else ', or the two engines move apart for another reason'}."
     )
-    told = {"growth": growth, "rank_correlation": ranks, "standard_errors": deviations, "first": middle[0]}
-    about = {"of_samples": len(rows), "statistics": told | {"last": last}, "confidence": confidence}
+    told = {"growth": growth, "rank_correlation": ranks, "standard_errors": deviations}
+    told |= {"first": middle[0], "last": last}
+    about = {"of_samples": len(rows), "statistics": told, "confidence": "likely" if clear else "possible"}
     fix = OLD_FIX + ("" if clear else " --reference-checkpoint decides it.")
+    samples = [sample for version, _, sample in rows if version != versions[0]]
     return [batch.finding("weights_not_updated", "rollout", evidence, fix, samples, **about)]
 
 
 def find_versions(batch: Batch) -> Outcome:
     """By the labels of tokens that train. Staleness is counted in steps of the number at the end of a version's name;
     SGLang's own `default` is 0."""
-    return [*_initial(batch), *_mixed(batch), *_stale(batch)], batch
+    labelled = [(sample, versions) for sample in batch if (versions := _by_version(sample))]
+    return [*_initial(batch, labelled), *_mixed(batch, labelled), *_stale(batch, labelled)], batch
+
+
+Labelled = Sequence[tuple[Sample, dict[str, Bools]]]
+"""Samples, and version → [n] which of its tokens train."""
 
 
 def _by_version(sample: Sample) -> dict[str, Bools]:
-    """version → [n] which of its tokens train."""
     found: dict[str, Bools] = {}
     for span in sample.weight_versions:
         inside = sample.mask.copy()
@@ -280,13 +275,13 @@ def _by_version(sample: Sample) -> dict[str, Bools]:
     return found
 
 
-def _initial(batch: Batch) -> list[Item]:
+def _initial(batch: Batch, labelled: Labelled) -> list[Item]:
     """Tokens of the weights that a server started with, while the trainer is further than is allowed."""
     old: list[Sample] = []
     unnamed: list[Sample] = []
-    for sample in batch:
+    for sample, versions in labelled:
         ahead = version_number(sample.trainer_version)
-        if ahead is not None and ahead > batch.max_staleness and INITIAL_VERSION in _by_version(sample):
+        if ahead is not None and ahead > batch.max_staleness and INITIAL_VERSION in versions:
             updated = sample.served is not None and sample.served.update is not None and sample.served.update.changed
             (unnamed if updated else old).append(sample)
     items: list[Item] = []
@@ -295,46 +290,44 @@ def _initial(batch: Batch) -> list[Item]:
         items.append(Undecided(faults=("staleness",), reason=reason))
     if old:
         names = few(sample.worker for sample in old if sample.worker != (None, None))
-        which = names or "the servers"
         evidence = (
-            f"{len(old)} of {len(batch)} samples{f', of {which},' if names else ''} have the weight version "
+            f"{len(old)} of {len(batch)} samples{f', of {names},' if names else ''} have the weight version "
             f"{INITIAL_VERSION!r}, while the trainer is at {old[0].trainer_version!r}. {INITIAL_VERSION!r} is SGLang's "
             f"name for the weights that it started with: the server was never updated, or restarted."
         )
         place = place_of(old[0], 0, rollout=INITIAL_VERSION, training=old[0].trainer_version)
-        fix = INITIAL_FIX.format(which=which)
+        fix = INITIAL_FIX.format(which=names or "the servers")
         items.append(batch.finding("weights_not_updated", "rollout", evidence, fix, old, first=place))
     return items
 
 
-def _mixed(batch: Batch) -> list[Item]:
+def _mixed(batch: Batch, labelled: Labelled) -> list[Item]:
     """Versions that differ inside a response or between responses of one training step (what the dump calls a step, and
     the trainer's version, which is another one in each); steps may differ."""
-    of_samples = [(sample, versions) for sample in batch if (versions := _by_version(sample))]
     seen: dict[Hashable, set[str]] = defaultdict(set)
-    for sample, versions in of_samples:
+    for sample, versions in labelled:
         seen[sample.step, sample.trainer_version].update(versions)
-    of_samples = [
-        (sample, versions) for sample, versions in of_samples if len(seen[sample.step, sample.trainer_version]) > 1
-    ]
-    if not of_samples:
+    mixed = [pair for pair in labelled if len(seen[pair[0].step, pair[0].trainer_version]) > 1]
+    if not mixed:
         return []
     counts: Counter[str] = Counter()
     gaps: dict[str, list[Floats]] = defaultdict(list)
-    for sample, versions in of_samples:
+    for sample, versions in mixed:
         for version, where in versions.items():
             counts[version] += int(where.sum())
             if (at := where & sample.usable).any():
                 gaps[version].append(np.abs(sample.train_log_probs[at] - sample.rollout_log_probs[at]))
     most = counts.most_common(5)
-    inside = [sample for sample, versions in of_samples if len(versions) > 1]
-    if inside:
-        spans = inside[0].weight_versions
+    samples = [sample for sample, versions in mixed if len(versions) > 1]
+    told = {"versions": len(counts), "responses_mixed": len(samples)}
+    if samples:
+        spans = samples[0].weight_versions
         position = next(after.start for before, after in pairwise(spans) if before.version != after.version)
-        place = place_of(inside[0], position)
-        where = f"{len(inside)} of {len(batch)} responses change version inside, the first at position {position}"
+        place, fix = place_of(samples[0], position), INSIDE_FIX
+        where = f"{len(samples)} of {len(batch)} responses change version inside, the first at position {position}"
     else:
-        place = place_of(next(sample for sample, versions in of_samples if {*versions} - {most[0][0]}), 0)
+        samples, fix = [sample for sample, _ in mixed], BETWEEN_FIX
+        place = place_of(next(sample for sample, versions in mixed if {*versions} - {most[0][0]}), 0)
         where = "no response changes version inside, but samples differ"
     shown = ", ".join(f"{version!r} {count}" for version, count in most)
     sizes = ", ".join(f"{name!r} {np.concatenate(gaps[name]).mean():.3g}" for name, _ in most if name in gaps)
@@ -342,23 +335,17 @@ def _mixed(batch: Batch) -> list[Item]:
         f"Tokens come from {len(counts)} weight versions ({shown} tokens{f'; mean |gap| {sizes} nats' if sizes else ''}"
         f"): {where}."
     )
-    samples = inside or [sample for sample, _ in of_samples]
-    statistics = {"versions": len(counts), "responses_mixed": len(inside)}
-    about = {"tokens": counts.total() - most[0][1], "first": place, "statistics": statistics}
-    return [
-        batch.finding("mixed_versions", "rollout", evidence, INSIDE_FIX if inside else BETWEEN_FIX, samples, **about)
-    ]
+    about = {"tokens": counts.total() - most[0][1], "first": place, "statistics": told}
+    return [batch.finding("mixed_versions", "rollout", evidence, fix, samples, **about)]
 
 
-def _stale(batch: Batch) -> list[Item]:
+def _stale(batch: Batch, labelled: Labelled) -> list[Item]:
     late: list[tuple[int, str, Sample, Bools]] = []  # steps behind, version, sample, which of its tokens
     unreadable: dict[str, None] = {}
-    for sample in batch:
+    for sample, versions in labelled:
         trainer = sample.trainer_version
-        if trainer is None:
-            continue
-        for version, where in _by_version(sample).items():
-            if version in (trainer, INITIAL_VERSION):  # the latter: `_initial`
+        for version, where in versions.items():
+            if trainer is None or version in (trainer, INITIAL_VERSION):  # the latter: `_initial`
                 continue
             ahead, number = version_number(trainer), version_number(version)
             if ahead is None or number is None:
@@ -372,14 +359,15 @@ def _stale(batch: Batch) -> list[Item]:
     steps, version, sample, where = max(late, key=lambda item: abs(item[0]))
     count = sum(int(where.sum()) for *_, where in late)
     samples = [batch.samples[index] for index in sorted({sample.index for _, _, sample, _ in late})]
-    trainer = sample.trainer_version
     distance = f"up to {steps} steps behind" if steps > 0 else f"{-steps} steps ahead of"
     evidence = (
         f"{count} tokens of {len(samples)} of {len(batch)} samples were sampled by weights {distance} the "
-        f"trainer's version {trainer!r}; {batch.max_staleness} allowed."
+        f"trainer's version {sample.trainer_version!r}; {batch.max_staleness} allowed."
     )
     mean = float(sum(behind * where.sum() for behind, *_, where in late) / count)
-    first = place_of(sample, int(np.argmax(where)), rollout=version, training=trainer)
-    statistics = {"largest": steps, "mean": mean, "allowed": batch.max_staleness}
-    about = {"tokens": count, "first": first, "statistics": statistics}
+    about = {
+        "tokens": count,
+        "first": place_of(sample, int(np.argmax(where)), rollout=version, training=sample.trainer_version),
+        "statistics": {"largest": steps, "mean": mean, "allowed": batch.max_staleness},
+    }
     return [batch.finding("staleness", "rollout", evidence, LATE_FIX if steps > 0 else AHEAD_FIX, samples, **about)]

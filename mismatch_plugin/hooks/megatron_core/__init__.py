@@ -3,9 +3,4 @@
 from mismatch_plugin.hooks.megatron_core.adapter import MegatronLoss
 from mismatch_plugin.hooks.megatron_core.batch import MegatronBatch, Sample, make_batch
 
-__all__ = [
-    "MegatronBatch",
-    "MegatronLoss",
-    "Sample",
-    "make_batch",
-]
+__all__ = ["MegatronBatch", "MegatronLoss", "Sample", "make_batch"]

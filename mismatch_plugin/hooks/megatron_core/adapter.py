@@ -24,14 +24,17 @@ from mismatch_plugin.core.loss import PolicyLoss
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.hooks.megatron_core.batch import MegatronBatch
-from mismatch_plugin.hooks.megatron_core.extra_losses import extra_losses, logits_with_labels, mtp_arguments
-from mismatch_plugin.hooks.megatron_core.fused_head import hidden_states, validate_fused_head
+from mismatch_plugin.hooks.megatron_core.model import (
+    extra_losses,
+    hidden_states,
+    logits_with_labels,
+    mtp_arguments,
+    validate_fused_head,
+)
 from mismatch_plugin.log_probs import (
     BORROWED,
-    Backend,
     Entropy,
     LogProbs,
-    checked_backend,
     vocab_parallel_linear_log_probs,
     vocab_parallel_log_probs,
 )
@@ -56,9 +59,6 @@ class MegatronLoss:
         model_config: megatron's TransformerConfig of the model.
         vocab_size: the real vocabulary; columns beyond it are padding. None: every column counts.
         temperature: what the sampler divided the logits by.
-        backend: of `vocab_parallel_log_probs`; None: the configuration's `log_prob_backend`.
-        inplace_gradient: of `vocab_parallel_log_probs`; None: the configuration's `inplace_logits`, of which auto is
-            yes for logits that a model made, which nothing but this loss reads.
 
     Raises ValueError where a setting cannot be exact in this loop, with the reason and the fix.
     """
@@ -71,20 +71,23 @@ class MegatronLoss:
         *,
         vocab_size: int | None = None,
         temperature: float = 1.0,
-        backend: Backend | None = None,
-        inplace_gradient: bool | None = None,
     ) -> None:
         self.config, self.groups = config, groups
         self.vocab_size, self.temperature = vocab_size, temperature
         self.entropy: Entropy = "detached" if config.metrics == "full" else "none"
         if config.terms.entropy_coef:
             self.entropy = "grad"
-        self.backend: Backend = _backend(config, backend, self.entropy)
-        self.inplace_gradient = inplace_gradient
+        self.backend = config.log_prob_backend
         self.per_token = bool(model_config.calculate_per_token_loss)
         self.extra_losses = extra_losses(model_config)
         self.mtp_layers = int(getattr(model_config, "mtp_num_layers", None) or 0)
         self.sequence_parallel = bool(getattr(model_config, "sequence_parallel", False))
+        if self.backend in BORROWED and self.entropy != "none":
+            needs = "an entropy term needs" if self.entropy == "grad" else "--mismatch-metrics full shows"
+            raise ValueError(
+                f"the log-prob backend {self.backend} gives no entropy, which {needs}: choose auto, torch or triton, "
+                f"or leave that out."
+            )
         if config.fused_head:
             validate_fused_head(model_config, self.mtp_layers, self.backend)
         _refuse(config, self.per_token, self.extra_losses)
@@ -181,9 +184,8 @@ class MegatronLoss:
         }
         result: LogProbs
         if head_weight is None:
-            inplace = self.inplace_gradient
-            if inplace is None:  # logits that are a leaf are the caller's own
-                inplace = self.config.inplace_logits == "auto" and self.backend not in BORROWED and not output.is_leaf
+            # Logits that a model made, which nothing but this loss reads; a leaf is the caller's own.
+            inplace = self.config.inplace_logits == "auto" and self.backend not in BORROWED and not output.is_leaf
             result = vocab_parallel_log_probs(
                 output.flatten(0, -2), batch.targets, rows=batch.rows, inplace_gradient=inplace, **options
             )
@@ -256,7 +258,7 @@ class MegatronLoss:
             self._finalize = finalize_model_grads
         outcome = self._finalize(model, *args, **kwargs)
         step, self.step = self.step, None
-        self.finished = end_step(step, self.config, self.groups, model, self.step_number())
+        self.finished = end_step(step, self.config, self.groups, model, None)
         self.thresholds = None if self.finished is None else self.finished.thresholds()
         return outcome
 
@@ -264,10 +266,6 @@ class MegatronLoss:
     def writes(self) -> bool:
         """Whether this rank writes the run's files."""
         return self.groups.is_last_stage and self.groups.is_first_of_stage
-
-    def step_number(self) -> int | None:
-        """Of the step in progress, for errors; None where the host counts them."""
-        return None
 
     def metrics(self) -> dict[str, float]:
         """The step's metrics, the same on every rank of the last pipeline stage; {} on the others.
@@ -284,23 +282,6 @@ class MegatronLoss:
         if self.config.report_dir is not None and self.writes:
             log_step(self.config.report_dir, self.config, metrics, state_of(self.finished))
         return metrics
-
-
-def _backend(config: MismatchConfig, given: Backend | None, entropy: Entropy) -> Backend:
-    """The backend of the argument or of the settings, which must not contradict each other."""
-    chosen = config.log_prob_backend if given is None else checked_backend(given)
-    if chosen != config.log_prob_backend and "log_prob_backend" in config.model_fields_set:
-        raise ValueError(
-            f"backend={given!r} contradicts --mismatch-log-prob-backend {config.log_prob_backend}: leave one of them "
-            f"out."
-        )
-    if chosen in BORROWED and entropy != "none":
-        needs = "an entropy term needs" if entropy == "grad" else "--mismatch-metrics full shows"
-        raise ValueError(
-            f"the log-prob backend {chosen} gives no entropy, which {needs}: choose auto, torch or triton, or leave "
-            f"that out."
-        )
-    return chosen
 
 
 def _refuse(config: MismatchConfig, per_token: bool, extra: list[str]) -> None:

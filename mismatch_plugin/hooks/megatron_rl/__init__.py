@@ -9,12 +9,4 @@ from mismatch_plugin.hooks.megatron_rl.adapter import (
 )
 from mismatch_plugin.hooks.megatron_rl.config import describe, settings
 
-__all__ = [
-    "calculate_grpo_loss",
-    "describe",
-    "extra_args_provider",
-    "get_logprobs",
-    "install",
-    "settings",
-    "start",
-]
+__all__ = ["calculate_grpo_loss", "describe", "extra_args_provider", "get_logprobs", "install", "settings", "start"]

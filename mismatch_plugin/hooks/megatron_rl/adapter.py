@@ -11,6 +11,8 @@ import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +21,20 @@ from torch import Tensor
 from mismatch_plugin.config import MismatchConfig, MismatchWarning
 from mismatch_plugin.config.flags import add_arguments
 from mismatch_plugin.core.packed import HALF
-from mismatch_plugin.hooks.base import start_block
+from mismatch_plugin.hooks.base import Given, Host, Plan, peek, start_block
 from mismatch_plugin.hooks.hosts import MEGATRON_LM
-from mismatch_plugin.hooks.megatron_rl.config import HALF_PRECISION, describe, settings, sums_tokens, without_mask
+from mismatch_plugin.hooks.megatron_rl.config import (
+    COEFFICIENT,
+    HALF_PRECISION,
+    IS_CORRECTION,
+    describe,
+    settings,
+    sums_tokens,
+    without_mask,
+)
 from mismatch_plugin.hooks.megatron_rl.loss import Clip, GrpoTerms, grpo_terms, pack
 from mismatch_plugin.hooks.megatron_step import MegatronStep
-from mismatch_plugin.hooks.version import version_line
+from mismatch_plugin.hooks.version import validate_megatron_version, version_line
 from mismatch_plugin.parallel.groups import ParallelGroups
 
 
@@ -88,13 +98,21 @@ def extra_args_provider(host_provider: Callable[[ArgumentParser], ArgumentParser
 def install(settings_given: dict[str, Any], patched: bool) -> None:
     """What the launcher does before train_rl.py runs: hand the settings over, and put our functions in place.
 
-    patched: train_rl.py imports them itself.
+    patched: train_rl.py imports them itself. Raises ValueError where this Megatron-LM has another
+    `calculate_grpo_loss`.
     """
     RUN.handed_over = settings_given
     if patched:
         return
     rl_utils: Any = import_module("megatron.rl.rl_utils")
     inference: Any = import_module("megatron.inference.utils")
+    theirs, ours = ([*signature(f).parameters] for f in (rl_utils.calculate_grpo_loss, calculate_grpo_loss))
+    if theirs != ours[:-1]:  # ours takes the loss mask, too
+        odd = ", ".join(sorted(set(theirs) ^ set(ours[:-1]))) or "their order"
+        raise ValueError(
+            f"this Megatron-LM's calculate_grpo_loss is not the one that the plugin replaces ({odd} differs): use "
+            f"Megatron-LM at {MEGATRON_LM.commit}, or a plugin for yours."
+        )
     RUN.host_get_logprobs = rl_utils.get_logprobs
     rl_utils.get_logprobs, rl_utils.calculate_grpo_loss = get_logprobs, calculate_grpo_loss
     inference.add_inference_args = extra_args_provider(inference.add_inference_args)
@@ -187,3 +205,60 @@ def calculate_grpo_loss(
     if torch.is_grad_enabled():
         RUN.step.add(statistics)
     return terms
+
+
+# The launcher ---------------------------------------------------------------------------------------------------------
+
+_NO_CORRECTION = "--no-rl-inference-logprobs-is-correction"
+_SWITCH: dict[str, Any] = {"action": "store_true", "default": False}
+TABLE: dict[str, dict[str, Any]] = {
+    "--grpo-clamp-eps-lower": {"type": float, "default": 0.01},
+    "--grpo-clamp-eps-upper": {"type": float, "default": 0.01},
+    "--grpo-kl-beta": {"type": float, "default": 0.001},
+    "--grpo-entropy-term-weight": {"type": float, "default": 0.0},
+    COEFFICIENT: {"type": float, "default": None},
+    "--rl-default-temperature": {"type": float, "default": 1.0},
+    "--rl-default-top-p": {"type": float, "default": 0.0},
+    "--rl-default-top-k": {"type": int, "default": -1},
+    "--inference-max-seq-length": {"type": int, "default": 2560},
+    "--inference-dynamic-batching-logprobs-mode": {"type": str, "default": "raw_logprobs"},
+    "--rl-use-sequence-packing": _SWITCH,
+    "--calculate-per-token-loss": _SWITCH,
+    "--bf16": _SWITCH,
+    "--fp16": _SWITCH,
+    IS_CORRECTION: _SWITCH,
+    _NO_CORRECTION: _SWITCH,
+}
+FLAGS = frozenset(TABLE)
+
+
+def plan(host: Host, given: Given, script: Path | None) -> Plan:
+    """The run of train_rl.py.
+
+    Raises: ValueError where Megatron's own correction flags and ours disagree, and, in a tree that is not patched,
+    where a setting needs the loss mask, or nothing would be corrected or measured without it.
+    """
+    if not given.flags:
+        return Plan.untouched(host, given)
+    args, _ = peek(given.host_argv, TABLE)
+    if args.no_rl_inference_logprobs_is_correction:
+        raise ValueError(
+            f"{_NO_CORRECTION} keeps the inference log-probs from the loss: leave it out, as the launcher sets "
+            f"the opposite."
+        )
+    corrects, coefficient = args.rl_inference_logprobs_is_correction, args.rl_importance_sampling_truncation_coef
+    for flag, there in {IS_CORRECTION: corrects, COEFFICIENT: coefficient is not None}.items():
+        if there and not given.config.use_tis:
+            raise ValueError(
+                f"{flag} weighs the loss (algorithm 2), but the plugin's flags choose algorithm "
+                f"{given.config.algorithm}: add --use-tis, or leave {flag} out (the launcher adds what it needs)."
+            )
+    validate_megatron_version([] if script is None else [script.parent])
+    patched = script is not None and b"mismatch_plugin" in script.read_bytes()
+    added = () if corrects else (IS_CORRECTION,)
+    args.rl_inference_logprobs_is_correction, args.mismatch_settings = True, given.settings
+    config = settings(args)
+    if not patched:
+        without_mask(config)
+    lines = describe(config, args, masked=patched)
+    return Plan((*given.host_argv, *added), added, tuple(lines), lambda: install(given.settings, patched), config)

@@ -28,13 +28,8 @@ class MilesAdapter(RayAdapter):
 
     def find_groups(self) -> ParallelGroups:
         state = _parallel_state()
-        return ParallelGroups(
-            tp=state.tp.group,
-            cp=state.cp.group,
-            dp=state.intra_dp.group,
-            dp_cp=state.intra_dp_cp.group,
-            pp=state.pp.group,
-        )
+        names = {"tp": "tp", "cp": "cp", "dp": "intra_dp", "dp_cp": "intra_dp_cp", "pp": "pp"}
+        return ParallelGroups(**{ours: getattr(state, theirs).group for ours, theirs in names.items()})
 
     def log_probs(
         self, args: Namespace, batch: Mapping[str, Any], logits: Tensor
@@ -60,13 +55,7 @@ class MilesAdapter(RayAdapter):
         return not _parallel_state().indep_dp.rank
 
     def before_train_step(
-        self,
-        args: Namespace,
-        rollout_id: int,
-        step_id: int,
-        model: Sequence[Any],
-        optimizer: Any,
-        opt_param_scheduler: Any,
+        self, args: Namespace, rollout_id: int, step_id: int, model: Sequence[Any], optimizer: Any, scheduler: Any
     ) -> None:
         """As slime's. Raises ValueError for batch normalisation over a step that spans independent replicas, whose
         gradients are summed only after it ends."""
@@ -76,7 +65,7 @@ class MilesAdapter(RayAdapter):
                 "batch normalisation over the step cannot be had with independent data-parallel replicas: choose "
                 "--tis-batch-normalize-scope micro_batch."
             )
-        super().before_train_step(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)
+        super().before_train_step(args, rollout_id, step_id, model, optimizer, scheduler)
 
 
 def rollout_data_postprocess(args: Namespace) -> None:

@@ -3,11 +3,4 @@
 from mismatch_plugin.hooks.nemo_rl.adapter import MismatchLoss, install, replace_loss, with_mismatch_loss
 from mismatch_plugin.hooks.nemo_rl.config import describe, settings
 
-__all__ = [
-    "MismatchLoss",
-    "describe",
-    "install",
-    "replace_loss",
-    "settings",
-    "with_mismatch_loss",
-]
+__all__ = ["MismatchLoss", "describe", "install", "replace_loss", "settings", "with_mismatch_loss"]

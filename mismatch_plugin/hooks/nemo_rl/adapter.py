@@ -11,32 +11,35 @@ clip, KL and aggregation stay its own.
 
 from __future__ import annotations
 
-import atexit
-import logging
 import math
-import sys
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.core.loss import TokenLoss, sum_tokens, token_loss
-from mismatch_plugin.core.objectives import score_function_kl
+from mismatch_plugin.config.documents import read_mapping
+from mismatch_plugin.config.values import merge
+from mismatch_plugin.core.loss import PolicyLoss, TokenLoss, sum_tokens, token_loss
+from mismatch_plugin.core.metrics.formulas import State
+from mismatch_plugin.core.metrics.registry import PREFIX, means
+from mismatch_plugin.core.objectives import kl_to_reference, score_function_kl
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.hooks.base import is_wrapped, start_block, wrap_once, wrapped_by
+from mismatch_plugin.hooks.base import Given, Host, Plan, peek, start_block, wrap_once, wrapped_by
 from mismatch_plugin.hooks.hosts import NEMO_RL
 from mismatch_plugin.hooks.nemo_rl.config import describe, loss_settings, settings
 from mismatch_plugin.hooks.nemo_rl.groups import GroupAdvantages
-from mismatch_plugin.hooks.nemo_rl.metrics import normalizers, summable_metrics
 from mismatch_plugin.hooks.ray_actors import check_actors
+from mismatch_plugin.hooks.tree import put, read_overrides, text
 from mismatch_plugin.hooks.version import version_line
+from mismatch_plugin.limits import SAFETY_BOUND
 from mismatch_plugin.report.log import report_logged, validate_same_settings
 
-logger = logging.getLogger("mismatch_plugin")
 _INTERFACES = "nemo_rl.algorithms.loss.interfaces"
 _GRPO = "nemo_rl.algorithms.grpo"
 _EPSILON = 1e-8  # NeMo-RL's own, in every mean
@@ -86,11 +89,7 @@ class MismatchLoss:
         return {name: getattr(kinds, kind) for name, kind in normalizers(self.config, self.token_level).items()}
 
     def __call__(
-        self,
-        next_token_logprobs: Tensor,
-        data: Mapping[str, Any],
-        global_valid_seqs: Tensor,
-        global_valid_toks: Tensor,
+        self, next_token_logprobs: Tensor, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
         """(0-d loss with gradient, metrics that add up over micro-batches).
 
@@ -155,6 +154,56 @@ class MismatchLoss:
         if value is None:
             raise ValueError(f"{name} is missing from the batch: the loss needs it with these settings.")
         return value if value.dim() == 1 else value[:, 1:]
+
+
+def summable_metrics(
+    result: PolicyLoss, mask: Tensor, global_valid_seqs: Tensor, global_valid_toks: Tensor, kl_type: str
+) -> dict[str, float]:
+    """This micro-batch's share of every metric that is declared as a mean, and of what NeMo-RL's trainers read.
+
+    Extremes, deviations, quantiles and sample sizes do not add up. A token without a valid log-prob is counted by
+    NeMo-RL also where it is only measured and left out: it adds what the declaration says.
+    token_mult_prob_error: mean of exp |log π_train − log π_rollout|. gen_kl_error: mean estimate of KL(π_rollout ‖
+    π_train), of kind kl_type. sampling_importance_ratio: mean weight, the rejected ones 0. Raises InvalidLogProbError
+    where a log-prob is invalid and the policy is `error`. Host syncs: one.
+    """
+    correction, tokens = result.correction, result.correction.tokens
+    own = (
+        (tokens.log_ratio.abs().clamp(max=SAFETY_BOUND).exp() * mask.flatten()).sum(),
+        (kl_to_reference(-tokens.log_ratio, torch.zeros_like(tokens.log_ratio), kl_type) * mask.flatten()).sum(),
+        correction.applied.sum(),
+        global_valid_toks.to(tokens.mask),
+        global_valid_seqs.to(tokens.mask),
+    )
+    names = ("_error", "_kl_error", "_weight", "_tokens", "_sequences")
+    statistics = result.statistics.with_vector(names, torch.stack([value.double().reshape(()) for value in own]))
+    sums, _ = statistics.on_host()
+    divisors = {measure: max(sums[f"_{measure}"], 1.0) for measure in ("tokens", "sequences")}
+    metrics = {
+        "token_mult_prob_error": sums["_error"] / divisors["tokens"],
+        "gen_kl_error": sums["_kl_error"] / divisors["tokens"],
+        "sampling_importance_ratio": sums["_weight"] / divisors["tokens"],
+    }
+    state = State(sums, {}, statistics.config)
+    for metric, mean, measure in means(statistics.config):
+        if state.has(metric.needs):
+            left_out = state.count(measure, trained=True) - state.count(measure)
+            metrics[PREFIX + metric.name] = (metric.total(state) + mean.left_out * left_out) / divisors[measure]
+    return metrics
+
+
+def normalizers(config: MismatchConfig, token_level: bool) -> dict[str, str]:
+    """Metric → name of NeMo-RL's MetricNormalizer, for every metric that may be returned."""
+    whole = "TOKENS" if token_level else "SEQUENCES"
+    return {
+        "loss": whole,
+        "kl_penalty": whole,
+        "num_valid_samples": "NONE",
+        "token_mult_prob_error": "TOKENS",
+        "gen_kl_error": "TOKENS",
+        "sampling_importance_ratio": "TOKENS",
+        **{PREFIX + metric.name: measure.upper() for metric, _, measure in means(config)},
+    }
 
 
 def with_mismatch_loss(setup: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
@@ -224,16 +273,55 @@ def install(said: Sequence[str] = ()) -> None:
     wrap_once(_GRPO, "setup", partial(setup_with_loss, said=said))
 
 
-def _script_setup() -> Any:
-    return getattr(sys.modules.get("__main__"), "setup", None)
+# The launcher ---------------------------------------------------------------------------------------------------------
+
+_SECTION, _BLOCK = "loss_fn", "loss_fn.mismatch"
+_DEFAULT_CONFIG = Path("configs", "grpo_math_1B.yaml")
+FLAGS: frozenset[str] = frozenset()
 
 
-@atexit.register
-def _warn_of_own_loss() -> None:
-    """NeMo-RL keeps keys that it does not know, and says nothing of them."""
-    setup = _script_setup()
-    if getattr(setup, "__module__", None) == _GRPO and not is_wrapped(setup):
-        logger.warning(
-            "NeMo-RL's setup made the loss, and loss_fn.mismatch, if it is set, had no effect: call "
-            "mismatch_plugin.hooks.nemo_rl.install() in the script, or start it through the launcher."
-        )
+def plan(host: Host, given: Given, script: Path | None) -> Plan:
+    """The run of examples/run_grpo.py, or a script like it.
+
+    Raises: ValueError where the configuration's `loss_fn` and ours contradict each other.
+    """
+    args, _ = peek(given.host_argv, {"--config": {"type": str, "default": None}})
+    sections = _sections(args, given, script)
+    there = sections[_SECTION].get("mismatch") is not None
+    if not given.flags and not there:
+        return Plan.untouched(host, given)
+    if given.flags and there:
+        raise ValueError(f"{_BLOCK} is set next to the plugin's flags: give the settings in one of the two ways.")
+    added: tuple[str, ...] = ()
+    if given.flags:
+        added, sections[_SECTION]["mismatch"] = (f"+{_BLOCK}={text(given.settings)}",), given.settings
+    config = settings(sections)
+    lines = tuple(describe(config, sections))
+    return Plan((*given.host_argv, *added), added, lines, partial(install, lines), config)
+
+
+def _sections(args: Namespace, given: Given, script: Path | None) -> dict[str, Any]:
+    """`loss_fn` and `policy` of the YAML, its `defaults` resolved, with the overrides of the line."""
+    path = Path(args.config) if args.config is not None else None
+    if path is None and script is not None:
+        path = script.parent / _DEFAULT_CONFIG
+    if path is None or not path.is_file():
+        raise ValueError(f"NeMo-RL's configuration {path} does not exist: give --config FILE.")
+    sections = _read(path)
+    for name, value in read_overrides(given.host_argv).items():
+        if name.partition(".")[0] in sections:
+            put(sections, name, value)
+    return sections
+
+
+def _read(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The two sections of a file, over those of the files that its `defaults` name."""
+    path = path.resolve()
+    if path in children:
+        raise ValueError(f"configuration file {path} is among its own defaults: take it out of them.")
+    data = read_mapping(path)
+    defaults = data.get("defaults") or []
+    sections: dict[str, Any] = {_SECTION: {}, "policy": {}}
+    for parent in [defaults] if isinstance(defaults, str) else defaults:
+        sections = merge(sections, _read(path.parent / str(parent), (*children, path)))
+    return merge(sections, {name: data.get(name) or {} for name in sections})

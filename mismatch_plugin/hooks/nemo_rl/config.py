@@ -15,11 +15,16 @@ from mismatch_plugin.hooks.hosts import NEMO_RL
 from mismatch_plugin.hooks.tree import BLOCK, plain, take_block
 
 
+def section(host_config: Any, name: str, otherwise: Any = None) -> dict[str, Any]:
+    """A section of NeMo-RL's configuration (models or mappings) as a dict, or `otherwise` where it is not there."""
+    found: Any = host_config.get(name) if isinstance(host_config, Mapping) else getattr(host_config, name, None)
+    found = otherwise if found is None else found
+    return plain(found.model_dump() if hasattr(found, "model_dump") else found or {})
+
+
 def loss_settings(host_config: Any) -> dict[str, Any]:
-    """The `loss_fn` section as a dict, from the master configuration or the section itself (model or mapping)."""
-    found = host_config.get("loss_fn") if isinstance(host_config, Mapping) else getattr(host_config, "loss_fn", None)
-    section: Any = host_config if found is None else found
-    return plain(section.model_dump() if hasattr(section, "model_dump") else section)
+    """The section `loss_fn`, of the master configuration or given itself."""
+    return section(host_config, "loss_fn", host_config)
 
 
 def settings(host_config: Any) -> MismatchConfig:
@@ -95,7 +100,7 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
     elif bypass:
         second = "yes, unused (loss_fn.force_on_policy_ratio=true skips it when a rollout is one step)"
     count = "tokens" if host.get("token_level_loss", True) else "sequences"
-    policy = _policy(host_args)
+    policy = section(host_args, "policy")
     return block_lines(
         config,
         lines,
@@ -104,12 +109,6 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
         filtered=_sampling_filter(policy.get("generation") or {}),
         length=policy.get("max_total_sequence_length"),
     )
-
-
-def _policy(host_args: Any) -> dict[str, Any]:
-    """The section `policy`, {} where only `loss_fn` is known."""
-    policy: Any = host_args.get("policy") if isinstance(host_args, Mapping) else getattr(host_args, "policy", None)
-    return plain(policy.model_dump() if hasattr(policy, "model_dump") else policy or {})
 
 
 def _sampling_filter(generation: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ from mismatch_plugin.core.correction import correct
 from mismatch_plugin.core.groups import EPSILON, group_metrics
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.hooks.base import wrap_once
+from mismatch_plugin.hooks.nemo_rl.config import section
 
 _GRPO, _UTILITIES = "nemo_rl.algorithms.grpo", "nemo_rl.algorithms.utils"
 
@@ -33,8 +34,7 @@ class GroupAdvantages:
         self.config = config
         self._accepted: Tensor | None = None
         self._logged: dict[str, Any] = {}
-        section = _get(_get(master_config, "grpo") or {}, "adv_estimator") or {}
-        name = _get(section, "name") or "grpo"
+        name = (section(master_config, "grpo").get("adv_estimator") or {}).get("name") or "grpo"
         if name != "grpo":
             raise ValueError(
                 f"rs.group {config.rs.group} is about the responses to one prompt, and grpo.adv_estimator.name {name} "
@@ -101,7 +101,3 @@ def accepted(data: Mapping[str, Any], config: MismatchConfig) -> Tensor:
         old_log_probs=data["prev_logprobs"][:, 1:].flatten(),
     )
     return correct(packed, config).kept_N > 0
-
-
-def _get(section: Any, name: str) -> Any:
-    return section.get(name) if isinstance(section, Mapping) else getattr(section, name, None)

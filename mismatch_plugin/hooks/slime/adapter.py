@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from itertools import islice
 from typing import Any
@@ -56,7 +56,9 @@ class RayAdapter(ABC):
     name: str
 
     def __init__(self) -> None:
-        self.host = HOSTS[self.name]
+        self.host = host = HOSTS[self.name]
+        self.settings, self.check = partial(read_settings, host=host), partial(check_arguments, host=host)
+        self.describe = partial(describe_settings, host=host)
         hooks = set_hook(self.name, "before_train_step", "rollout_data_postprocess")
         self.run = MegatronStep(self._log_step, writes=self.writes, whole_steps=hooks)
         self.versions, self.updates = Versions(self.name), WeightUpdates(self.name, self.run.rollout_metrics)
@@ -64,8 +66,7 @@ class RayAdapter(ABC):
         self._configs: dict[bool | None, MismatchConfig] = {}
 
     @abstractmethod
-    def find_groups(self) -> ParallelGroups:
-        """The host's process groups."""
+    def find_groups(self) -> ParallelGroups: ...
 
     @abstractmethod
     def log_probs(
@@ -83,30 +84,11 @@ class RayAdapter(ABC):
 
     @cached_property
     def groups(self) -> ParallelGroups:
-        """`find_groups`, once."""
         return self.find_groups()
 
-    def settings(self, args: Namespace) -> MismatchConfig:
-        """The configuration that the host's arguments and ours give. Raises ValueError where they contradict."""
-        return read_settings(args, self.host)
-
-    def check(self, args: Namespace) -> MismatchConfig | None:
-        """`settings`, and whether loss type and paths can mean them; None where neither of our losses runs.
-
-        Raises ValueError with one sentence that says what to change.
-        """
-        return check_arguments(args, self.host)
-
-    def describe(self, config: MismatchConfig, host_args: Namespace) -> list[str]:
-        """Lines of the start-up block."""
-        return describe_settings(config, host_args, self.host)
-
     def init(self, args: Namespace) -> None:
-        """When a training process starts: refuse what cannot run, and say on rank 0 what will.
-
-        Where weight versions are needed, the host's training class is wrapped, so that every rollout tells them; its
-        weight updaters are, so that each update is verified.
-        """
+        """When a training process starts: refuse what cannot run, say on rank 0 what will, and wrap the host's training
+        class where weight versions are needed, and its weight updaters."""
         config = self.check(args)
         if config is not None and config.rs.max_staleness is not None:
             actor = import_module(f"{self.name}.backends.megatron_utils.actor")
@@ -118,11 +100,7 @@ class RayAdapter(ABC):
                 logger.info(line)
 
     def config(self, args: Namespace, *, whole: bool | None = None) -> MismatchConfig:
-        """`settings`, read once for these arguments; what it warns of is in the start-up block.
-
-        whole: checked for our whole loss (True) or our weights in the host's (False). Raises ValueError as
-        `settings` and `validate_loss`.
-        """
+        """`settings`, read once for these arguments; whole: checked by `validate_loss`, too, where not None."""
         if args is not self._args:
             self._args, self._configs = args, {}
         if whole not in self._configs:
@@ -164,21 +142,9 @@ class RayAdapter(ABC):
         config = self.config(args, whole=False)
         if train_log_probs is None:
             raise ValueError(f"{self.name} passes no training log-probs: weights of algorithm 2 need them.")
-        batch = {
-            "loss_masks": loss_masks,
-            "total_lengths": total_lengths,
-            "response_lengths": response_lengths,
-            "max_seq_lens": max_seq_lens,
-        }
-        packed = pack_local(
-            args,
-            batch,
-            self.groups,
-            config.unit.needs,
-            old_log_probs=train_log_probs,
-            rollout_log_probs=rollout_log_probs,
-        )
-        packed = self.versions.on(packed, config, loss_masks)
+        lengths = {"total_lengths": total_lengths, "response_lengths": response_lengths, "max_seq_lens": max_seq_lens}
+        compared = {"old_log_probs": train_log_probs, "rollout_log_probs": rollout_log_probs}
+        packed = self._pack(args, {"loss_masks": loss_masks, **lengths}, config, compared)
         correction = correct(packed, config, self.groups, self.run.factor(config), thresholds=self.run.thresholds)
         loss = self.run.record(correction.applied_to(pg_loss), correction, config, loss_masks)
         if config.rejects and getattr(args, REDUCER, None):
@@ -213,18 +179,10 @@ class RayAdapter(ABC):
         Collectives: those of `correct` over CP. Raises ValueError as `config` and `correct`.
         """
         config = self.config(args, whole=True)
-        packed = pack_local(
-            args,
-            batch,
-            self.groups,
-            config.unit.needs,
-            old_log_probs=None if config.use_rollout_log_probs else batch.get("log_probs"),
-            rollout_log_probs=batch.get("rollout_log_probs"),
-            advantages=batch["advantages"],
-            ref_log_probs=batch.get("ref_log_probs"),
-            entropy=entropy,
-        )
-        packed = self.versions.on(packed, config, batch["loss_masks"])
+        names = ("rollout_log_probs", "advantages", "ref_log_probs")
+        fields = {name: batch.get(name) for name in names} | {"entropy": entropy}
+        fields["old_log_probs"] = None if config.use_rollout_log_probs else batch.get("log_probs")
+        packed = self._pack(args, batch, config, fields)
         token = token_loss(
             torch.cat(log_probs), packed, config, self.groups, self.run.factor(config), thresholds=self.run.thresholds
         )
@@ -248,6 +206,12 @@ class RayAdapter(ABC):
             report["train_rollout_logprob_abs_diff"] = reduce(token.correction.tokens.log_ratio.abs())
         report |= {name: reduce(values) for name, values in _token_metrics(token.correction, config).items()}
         return loss, {"loss": loss.detach().clone(), "pg_loss": pg_loss.detach().clone(), **report}
+
+    def _pack(
+        self, args: Namespace, batch: Mapping[str, Any], config: MismatchConfig, fields: Mapping[str, Any]
+    ) -> PackedSequences:
+        packed = pack_local(args, batch, self.groups, config.unit.needs, **fields)
+        return self.versions.on(packed, config, batch["loss_masks"])
 
     def _policy_reducer(self, args: Namespace, batch: Mapping[str, Any], token: TokenLoss, reduce: Reduce) -> Reduce:
         """`reduce`, or the reducer that the host's own argument names, which may count the masks it is given.
@@ -296,21 +260,14 @@ class RayAdapter(ABC):
                         if (values := rollout_data.get(key)) is not None
                     }
                     fields = {mine: chosen.get(theirs) for theirs, mine in _COMPARED.items()}
-                    packed = pack_local(args, chosen, self.groups, config.unit.needs, **fields)
-                    steps.append(self.versions.on(packed, config, chosen["loss_masks"]))
+                    steps.append(self._pack(args, chosen, config, fields))
             except ValueError as error:  # on all ranks together
                 failure = str(error)
         kind = StepKind(settings_of(config, optimizer_steps=len(counts)), held, tuple(counts), sequences, failure)
         self.run.prepare(config, self.groups, kind, steps)
 
     def before_train_step(
-        self,
-        args: Namespace,
-        rollout_id: int,
-        step_id: int,
-        model: Sequence[Any],
-        optimizer: Any,
-        opt_param_scheduler: Any,
+        self, args: Namespace, rollout_id: int, step_id: int, model: Sequence[Any], optimizer: Any, scheduler: Any
     ) -> None:
         """Begin an optimizer step, on every rank; it ends inside megatron's finalize_model_grads, before the optimizer.
 

@@ -176,19 +176,9 @@ def _given(args: Namespace) -> dict[str, Any]:
     names = {name: given for name, given in vars(args).items() if name != "mismatch_explain_only"}
     validate_setting_names(names)
     mis = {key: names[key] for key in MIS_KEYS if names.get(key) is not None}
-    registered = all(hasattr(args, name) for name in destinations())
-    if not mis or (registered and not names.get("custom_config_path")):
+    if not mis:
         return MismatchConfig.from_args(Namespace(**names)).model_dump(exclude_unset=True)
-    read = _with_mis(names, mis)
-    if registered and "criteria" in read.get("rs", {}):
-        # Nobody can tell here which of them the host's file has set, and which were typed as our flags.
-        as_flags = {"rs": {"criteria": given_flags(Namespace(**names)).get("rs", {}).get("criteria", ())}}
-        if MismatchConfig.build(merge(read, as_flags)).criteria != MismatchConfig.build(read).criteria:
-            raise ValueError(
-                "the bounds that --use-rs leaves out mean one thing in mis.yaml (those of TIS) and another as flags "
-                "(1/hi), and both may have set them here: give rs_lower_bound and rs_upper_bound."
-            )
-    return read
+    return _with_mis(names, mis)
 
 
 def _with_mis(names: Mapping[str, Any], mis: Mapping[str, Any]) -> dict[str, Any]:

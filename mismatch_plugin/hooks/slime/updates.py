@@ -48,8 +48,7 @@ _TURN_OFF = "--mismatch-verify-weights warn goes on after such an update, off ma
 @dataclass
 class Verdict:
     """Of one update, the same on every rank. faults: which servers hold other weights than were sent. fingerprint: of
-    what all of them hold, where that is what was sent. reason: why some or all were not compared. final: nor will be.
-    """
+    what all hold, where that is what was sent. reason: why some or all were not compared. final: nor will be."""
 
     faults: list[str] = field(default_factory=list)
     fingerprint: str | None = None

@@ -77,17 +77,7 @@ class Versions:
             )
             return
         names = rollout_data.get("sample_indices") or range(len(masks))
-        told = told or [()] * len(masks)
-        if not len(names) == len(told) == len(masks):
-            self.failure = (
-                f"the rollout has {len(masks)} loss masks, {len(told)} {_KEY} and {len(names)} sample_indices: one of "
-                f"each is needed a sample."
-            )
-            return
-        for name, mask, versions in zip(names, masks, told, strict=True):
-            if not isinstance(versions, list | tuple):
-                self.failure = f"sample {name}: {_KEY} is {versions!r}, not the list of what its calls were made with."
-                return
+        for name, mask, versions in zip(names, masks, told or [()] * len(masks), strict=True):
             try:
                 oldest = min(map(_number, versions)) if versions else None
             except ValueError as error:

@@ -3,9 +3,4 @@
 from mismatch_plugin.hooks.verl.adapter import mismatch_loss, register
 from mismatch_plugin.hooks.verl.config import describe, settings
 
-__all__ = [
-    "describe",
-    "mismatch_loss",
-    "register",
-    "settings",
-]
+__all__ = ["describe", "mismatch_loss", "register", "settings"]

@@ -25,10 +25,8 @@ from torch import Tensor
 from mismatch_plugin.hooks.base import start_block, wrap_once
 from mismatch_plugin.hooks.hosts import VERL
 from mismatch_plugin.hooks.verl.config import LOSS_NAME, check_tree, describe, has_block, settings
-from mismatch_plugin.hooks.verl.driver import correct_rollout_batch
-from mismatch_plugin.hooks.verl.groups import use_group_advantages
+from mismatch_plugin.hooks.verl.driver import begin_tracking, compute_advantage, correct_rollout_batch, log_step
 from mismatch_plugin.hooks.verl.loss import verl_token_loss
-from mismatch_plugin.hooks.verl.report import STEP, wrap_tracking
 from mismatch_plugin.hooks.version import version_line
 from mismatch_plugin.report.log import validate_same_settings
 
@@ -93,7 +91,9 @@ def register() -> None:
         "verl.trainer.ppo.rollout_corr_helper", "compute_rollout_correction_and_add_to_batch", _rollout_correction
     )
     wrap_once("verl.utils.config", "validate_config", _validate_config)
-    wrap_tracking(import_module("verl.utils.tracking").Tracking)
+    tracking = import_module("verl.utils.tracking").Tracking
+    wrap_once(tracking, "__init__", begin_tracking)
+    wrap_once(tracking, "log", log_step)
 
 
 def _bypass_mode(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -107,8 +107,8 @@ def _rollout_correction(own: Callable[..., Any], batch: Any, rollout_corr_config
         return own(batch, rollout_corr_config)
     config = settings(rollout_corr_config)
     if config.rs.group != "keep":
-        use_group_advantages()
-    return correct_rollout_batch(batch, config, STEP.keep if config.report_dir is not None else None)
+        wrap_once("verl.trainer.ppo.ray_trainer", "compute_advantage", compute_advantage)
+    return correct_rollout_batch(batch, config)
 
 
 def _validate_config(own: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,6 @@ from mismatch_plugin.data.sampling import filter_bias
 from mismatch_plugin.hooks.base import block_lines, resolve
 from mismatch_plugin.hooks.hosts import VERL
 from mismatch_plugin.hooks.tree import BLOCK, plain, put, take_block
-from mismatch_plugin.hooks.verl.groups import check_estimator
 
 LOSS_NAME = "mismatch"
 RC, ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
@@ -28,6 +27,8 @@ ROLLOUT = "actor_rollout_ref.rollout"
 LOG_PROBS = f"{ROLLOUT}.calculate_log_probs"
 REFERENCE_LINE = f"+{ACTOR}.policy_loss.rollout_correction='${{{RC}}}'"
 """The override that lets workers see the block; verl fixes their configuration before it copies the block itself."""
+ESTIMATORS = ("grpo", "grpo_vectorized")
+"""verl's estimators that are (R − mean) / (deviation + 1e-6) within a prompt's responses."""
 LOSS_LINES = f"{ACTOR}.policy_loss.loss_mode={LOSS_NAME} and {REFERENCE_LINE}"
 """The two overrides that make the plugin's loss the workers'."""
 
@@ -65,7 +66,13 @@ def check_tree(tree: Any) -> MismatchConfig | None:
     if not uses_loss and not has_block(block):
         return None
     config, mode = settings(tree), policy_loss.get("loss_mode") or "vanilla"
-    check_estimator(config, algorithm)
+    estimator = algorithm.get("adv_estimator")
+    if config.rs.group != "keep" and estimator is not None and estimator not in ESTIMATORS:
+        raise ValueError(
+            f"rs.group {config.rs.group} is about the responses to one prompt, and algorithm.adv_estimator "
+            f"{getattr(estimator, 'value', estimator)} compares other ones: choose {' or '.join(ESTIMATORS)}, or leave "
+            f"rs.group out."
+        )
     objective = OBJECTIVES.get(mode, "ppo")
     if not uses_loss and (config.use_rollout_log_probs or config.objective != objective):
         why = f"{RC}.bypass_mode with a block {BLOCK}"

@@ -12,12 +12,15 @@ from typing import Any
 
 from mismatch_plugin.data.served import META_KEY
 from mismatch_plugin.sglang.plugin.state import ServerState
+from mismatch_plugin.sglang.plugin.taps import KEY as TAPS_KEY
+from mismatch_plugin.sglang.plugin.taps import Taps
 from mismatch_plugin.sglang.plugin.weights import all_ready
 
 logger = logging.getLogger("mismatch_plugin")
 REQUIRE = "MISMATCH_REQUIRE_CHANGE"
 _state: ServerState | None = None
 """Of this scheduler process."""
+_taps: Taps | None = None
 
 
 def required_change() -> int:
@@ -30,7 +33,7 @@ def required_change() -> int:
 
 def loaded(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """After `Scheduler.__init__`: the fingerprint of what was loaded. All ranks know how to take it, or none does."""
-    global _state
+    global _state, _taps
     try:
         state = ServerState(scheduler)
     except Exception:
@@ -42,7 +45,7 @@ def loaded(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
             "use it: see its log."
         )
     elif state is not None:
-        _state = state
+        _state, _taps = state, Taps(scheduler)
         state.loaded()
 
 
@@ -50,6 +53,18 @@ def before_batch(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
     """Before a batch is computed: whose weights it is of, and what its temperature will be."""
     if _state is not None:
         _state.before_batch(batch)
+
+
+def watch_batch(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+    """Before a batch is computed: watch the modules, if a request asks for what they take and give."""
+    if _taps is not None:
+        _taps.before_batch(batch)
+
+
+def watched_batch(result: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+    """After a batch was computed."""
+    if _taps is not None:
+        _taps.after_batch(batch)
 
 
 def session_begun(result: Any, updater: Any, recv_req: Any, *args: Any, **kwargs: Any) -> None:
@@ -111,7 +126,10 @@ def streamer_made(_: None, streamer: Any, *args: Any, **kwargs: Any) -> None:
 def add_to_replies(result: dict[str, list[Any]], streamer: Any, reqs: Any, *args: Any, **kwargs: Any) -> Any:
     """A list with one object for each request that ends in this step."""
     told = None if _state is None else [_state.reply_parts(req) for req in reqs]
-    return {**result, META_KEY: told} if told and any(told) else None
+    if not told or not any(told):
+        return None
+    tapped = [[taken] if req.finished() and (taken := _taps and _taps.reply(req)) else [] for req in reqs]
+    return {**result, META_KEY: told, **({TAPS_KEY: tapped} if any(tapped) else {})}
 
 
 def add_to_server_info(result: Any, *args: Any, **kwargs: Any) -> None:

@@ -46,6 +46,8 @@ class Target(NamedTuple):
 TARGETS = (
     Target((f"{_SCHEDULER}.Scheduler.__init__",), ("self", "server_args"), hooks.loaded),
     Target((f"{_SCHEDULER}.Scheduler.run_batch",), ("self", "batch"), hooks.before_batch, "BEFORE"),
+    Target((f"{_SCHEDULER}.Scheduler.run_batch",), ("self", "batch"), hooks.watch_batch, "BEFORE"),
+    Target((f"{_SCHEDULER}.Scheduler.run_batch",), ("self", "batch"), hooks.watched_batch),
     Target((f"{_SCHEDULER}.Scheduler.flush_cache",), ("self",), hooks.flushed),
     Target((f"{_UPDATER}.update_weights_from_disk",), ("self", "recv_req"), hooks.updated),
     Target((f"{_UPDATER}.update_weights_from_ipc",), ("self", "recv_req"), hooks.updated),

@@ -70,10 +70,10 @@ STATISTICS = (
     Statistic(distribution.find_penalty, "penalty", "explained", distribution, "REPEATED_SHARE", _REPEATED),
     Statistic(distribution.find_sampling, "truncation", "standard_errors", distribution, "ENTROPY_Z_SCORE", _ENTROPY),
     Statistic(
-        distribution.find_token_offset,
+        tokens.find_token_offset,
         "token_offset",
         "times_other_ids",
-        distribution,
+        tokens,
         "OFFSET_TIMES_OTHER_IDS",
         _OFFSET,
     ),

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from mismatch_plugin.data.versions import WeightSpan, version_number
+from mismatch_plugin.data.versions import WeightSpan
 from mismatch_plugin.diagnose.detectors.alignment import find_ids, find_lengths, find_shift, find_swapped
-from mismatch_plugin.diagnose.detectors.distribution import find_temperature, find_unrelated
+from mismatch_plugin.diagnose.detectors.distribution import find_temperature
 from mismatch_plugin.diagnose.detectors.numbers import (
     find_fills,
     find_null_eos,
@@ -18,10 +18,9 @@ from mismatch_plugin.diagnose.detectors.numbers import (
     find_scale,
     find_zero_eos,
 )
-from mismatch_plugin.diagnose.detectors.run import check_batch
-from mismatch_plugin.diagnose.detectors.weights import find_versions
-from mismatch_plugin.diagnose.findings import Finding, Undecided
-from tests.diagnose.dumps import batch_of as dump_of
+from mismatch_plugin.diagnose.detectors.run import FAULTS, STAGES, check_batch
+from mismatch_plugin.diagnose.detectors.tokens import find_unrelated
+from mismatch_plugin.diagnose.findings import Undecided
 from tests.fixtures.sglang_check.by_hand import batch_of, found, wave
 
 NAN, INF = float("nan"), float("inf")
@@ -236,6 +235,13 @@ def test_what_is_sound_is_not_named(case: str):
 # The whole
 
 
+def test_detectors_speak_of_known_faults_alone():
+    """Every name that they say is one too: the planted tables and `test_served` compare them with FAULTS."""
+    rows = [row for stage in STAGES for row in stage]
+    assert {name for row in rows for name in (*row.unless, *row.ends)} <= {*FAULTS}
+    assert len({row.find for row in rows}) == len(rows) and all(fault.shown_by for fault in FAULTS.values())
+
+
 def test_an_accepted_fault_is_reported_but_does_not_count():
     spans = [WeightSpan(version="4", start=0, end=2), WeightSpan(version="5", start=2, end=3)]
     batch = batch_of([[-1.01, -1.2, -0.3]], [[-1.01, -1.2, -0.3]], records={"weight_versions": spans})
@@ -267,30 +273,3 @@ def test_records_alone_are_checked_as_far_as_they_go():
     result = check_batch(batch_of([[-1.0, NAN]], None))
     assert [item.fault for item in result.findings] == ["nan"]
     assert "temperature" in result.undecided[0].faults and result.mismatch is None
-
-
-@pytest.mark.parametrize(
-    ("version", "number"),
-    [
-        *(("v12", 12), (12, 12), ("0" * 17 + "7", 7), ("v" + "9" * 18, 10**18 - 1)),
-        *((value, None) for value in ("main", 10**30, "9" * 19, "9" * 5000, 10**5000)),
-    ],
-    ids=range(9),
-)
-def test_version_numbers_that_are_no_count_are_none(version: str | int, number: int | None):
-    assert version_number(version) == number
-
-
-def test_steps_of_a_run_have_weights_of_their_own_and_samples_of_one_step_have_not():
-    def versions_found(versions: str, steps: list[int | None]) -> list[Finding]:
-        told = [
-            {"weight_versions": (WeightSpan(version=version, start=0, end=1),), "step": step}
-            for version, step in zip(versions, steps, strict=True)
-        ]
-        return found(find_versions(dump_of([[-1.0]] * len(told), [[-1.1]] * len(told), told))[0])
-
-    assert not versions_found("1122", [0, 0, 1, 1])
-    (mixed,) = versions_found("1222", [0, 0, 1, 1])
-    assert mixed.fault == "mixed_versions" and mixed.samples == 2
-    (mixed,) = versions_found("1122", [None] * 4)  # a dump that tells no steps
-    assert mixed.fault == "mixed_versions" and mixed.samples == 4

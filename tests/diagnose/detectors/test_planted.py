@@ -16,8 +16,8 @@ from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.versions import WeightSpan
 from mismatch_plugin.diagnose.batch import make_batch
 from mismatch_plugin.diagnose.detectors.layers import Mix
-from mismatch_plugin.diagnose.detectors.run import check_batch
-from mismatch_plugin.diagnose.findings import FAULTS, CheckResult
+from mismatch_plugin.diagnose.detectors.run import FAULTS, check_batch
+from mismatch_plugin.diagnose.findings import CheckResult
 from mismatch_plugin.report.table import Table
 from tests.fixtures.sglang_check.plants import CASES, EOS
 from tests.fixtures.sglang_check.policies import (

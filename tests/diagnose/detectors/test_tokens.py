@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from mismatch_plugin.cli import app
+from mismatch_plugin.data.files import write_samples
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.versions import WeightSpan
 from mismatch_plugin.diagnose.batch import Batch, make_batch
@@ -18,6 +23,7 @@ from tests.fixtures.sglang_check.policies import score, training
 SAMPLES, TOKENS = 24, 60
 AT = np.arange(TOKENS)
 DECAY = 1 + 9 * np.exp(-AT / 10)
+MIXED = "mixed_versions"
 Sides = tuple[np.ndarray, np.ndarray]
 
 
@@ -167,10 +173,12 @@ def test_a_change_of_weights_is_no_change_of_ids_and_hides_none():
     assert finding.samples == 1 and finding.first is not None and finding.first.position in range(40, 43)
 
 
-def _partial_rollout(seed: int, change: Callable[[Sample], Sample] = lambda one: one) -> list[Sample]:
+def _partial_rollout(
+    seed: int, change: Callable[[Sample], Sample] = lambda one: one, drift: float = 0.03
+) -> list[Sample]:
     """Each response began with weights some steps old and went on with the trainer's. change: of what it scores."""
     samples = [*training("float32", "bfloat16_temperature_1.0")]
-    old, now = score(f"drift-0.03-{seed}", samples), score("float32", [change(one) for one in samples])
+    old, now = score(f"drift-{drift}-{seed}", samples), score("float32", [change(one) for one in samples])
     generator = np.random.default_rng(seed)
     partial = []
     for one, before, trained in zip(samples, old, now, strict=True):
@@ -188,3 +196,20 @@ def test_a_partial_rollout_is_no_wrong_prompt_and_hides_none(seed: int):
     assert "mixed_versions" in named and not named & {"wrong_prompt", "retokenised", "stale_server"}
     cut = _partial_rollout(seed, lambda one: one.with_fields(prompt_ids=one.prompt_ids[2:]))
     assert check_batch(make_batch(cut)).findings[0].fault == "wrong_prompt"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_an_accepted_partial_rollout_is_not_reported_under_another_name(tmp_path: Path, seed: int):
+    """Nor is the size of the older weights' gap, k3 .2 and more."""
+    samples = _partial_rollout(seed, drift=0.06)
+    new = training("float32", "bfloat16_temperature_1.0")[::4]  # of the trainer's version alone: no second population
+    whole = [(WeightSpan(version="5", start=0, end=len(one)),) for one in new]
+    samples[::4] = [one.with_fields(weight_versions=spans) for one, spans in zip(new, whole, strict=True)]
+    write_samples(tmp_path / "rollouts.jsonl", samples)
+    lines = [{"train_log_probs": one.train_log_probs.tolist(), "trainer_version": "5"} for one in samples]
+    (tmp_path / "training.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["inspect", str(tmp_path / "rollouts.jsonl"), str(tmp_path / "training.jsonl"), "--brief", "--json"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 1 and [item["fault"] for item in json.loads(result.stdout)["findings"]] == [MIXED]
+    result = CliRunner().invoke(app, [*words, "--accept", MIXED])
+    assert result.exit_code == 0 and [item["accepted"] for item in json.loads(result.stdout)["findings"]] == [True]

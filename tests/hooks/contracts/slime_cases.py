@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from tests.hooks.contracts.slime_reducers import ACCEPTED_MEAN
+from tests.hooks.contracts.slime_data import ACCEPTED_MEAN
 
 LEVELS, MODES = ("token", "sequence", "geometric"), ("truncate", "clip", "mask")
 PARTS = ("turn", "prefix")

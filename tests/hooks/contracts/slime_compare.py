@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import warnings
 from argparse import Namespace
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import mismatch_plugin as mp
-from tests.hooks.contracts import miles as miles_contract
-from tests.hooks.contracts import slime as slime_contract
-from tests.hooks.contracts.by_hand import Token, correct_by_hand, rows_of
+from mismatch_plugin.core.loss import token_loss
 from tests.hooks.contracts.slime_data import STEPS, arguments, expected, mask_sums, samples, step_samples
 from tests.hooks.contracts.slime_worker import Case, Outcome
 
@@ -26,8 +23,7 @@ GRADIENT_TOLERANCE = {"slime": (2e-5, 2e-6), "miles": (8e-3, 2e-5)}
 
 def compare(outcomes: list[list[Outcome]], case: Case, adapter: Any, by_logits: bool) -> None:
     """All ranks' outcomes of one case against one process, step by step: loss, gradient, every metric."""
-    contract = slime_contract if case.host == "slime" else miles_contract
-    args = arguments(contract.namespace(), **case.changes)
+    args = arguments(case.host, **case.changes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", mp.MismatchWarning)
         config = adapter.settings(args)
@@ -44,7 +40,7 @@ def compare(outcomes: list[list[Outcome]], case: Case, adapter: Any, by_logits: 
             torch.testing.assert_close(outcome.gradient, gradient, rtol=relative, atol=absolute)
             if not deferred:
                 assert outcome.loss == pytest.approx(wanted.loss, rel=2e-5, abs=1e-6)
-            compare_report(outcome.report, report_by_hand(case, args, config, step, not deferred), case, args)
+            compare_report(outcome.report, report_of(case, args, config, step, not deferred), case, args)
             if case.hooks:
                 shared = wanted.metrics.keys() & outcome.metrics.keys()
                 assert len(shared) > 30
@@ -64,49 +60,40 @@ def compare_report(report: dict[str, float], wanted: dict[str, float], case: Cas
         assert report[name] == pytest.approx(wanted[name], rel=5e-5, abs=5e-6), name
 
 
-def report_by_hand(
-    case: Case, args: Namespace, config: mp.MismatchConfig, step: int, normalized: bool
-) -> dict[str, float]:
-    """The step's metrics under the host's names, sums of the samples' sums over the host's denominators.
-
-    As slime's policy_loss_function defines them: pg_clipfrac where the clipped loss is the larger, ppo_kl = log π_old −
-    log π_θ, tis the token's π_train / π_rollout, train_rollout_logprob_abs_diff |log π_train − log π_rollout|.
+def report_of(case: Case, args: Namespace, config: mp.MismatchConfig, step: int, normalized: bool) -> dict[str, float]:
+    """The step's metrics under the host's names, from whole samples: sums of the samples' sums over the host's
+    denominators. What slime's own policy_loss_function means by them is held in `test_slime_s_own_loss_means_the_same`.
     """
     chosen = [samples()[number] for number in step_samples(step)]
-    rows = rows_of(
-        mask=[sample.rows["loss_masks"] for sample in chosen],
-        current=[sample.log_probs for sample in chosen],
-        entropy=[sample.entropy for sample in chosen],
-        rollout=[sample.rows["rollout_log_probs"] for sample in chosen],
-        advantages=[sample.rows["advantages"] for sample in chosen],
-        ref=[sample.rows["ref_log_probs"] for sample in chosen],
-        old=[sample.rows["log_probs"] for sample in chosen] if case.old else None,
-    )
+    rows: dict[str, Any] = {name: [sample.rows[name] for sample in chosen] for name in chosen[0].rows}
+    old, entropy = rows.pop("log_probs"), [sample.entropy for sample in chosen]
+    packed = mp.PackedSequences.from_lists(**rows, old_log_probs=old if case.old else None, entropy=entropy)
+    theta = torch.cat([sample.log_probs for sample in chosen])
+    token = token_loss(theta, packed, config, batch_factor=None if normalized else 1.0)
     divisors = [1.0 if args.calculate_per_token_loss else max(1.0, float(x)) for x in mask_sums(case.shared)]
-    divisors = [divisors[number] for number in step_samples(step)]
-    sequences = correct_by_hand(rows, config, normalized)
+    divisor_T = torch.cat(
+        [torch.full((s.response,), divisors[i]) for i, s in zip(step_samples(step), chosen, strict=True)]
+    )
 
-    def total(value: Callable[[Token], float]) -> float:
-        pairs = zip(sequences, divisors, strict=True)
-        return sum(value(token) / divisor for tokens, divisor in pairs for token in tokens if token)
+    def total(values: torch.Tensor) -> float:
+        return float((torch.where(packed.loss_mask, values, 0.0) / divisor_T).sum())
 
-    report = {"pg_loss": total(lambda t: t["pg_loss"]), "entropy_loss": total(lambda t: t["entropy"])}
-    report["loss"] = report["pg_loss"] - args.entropy_coef * report["entropy_loss"]
-    report["train_rollout_logprob_abs_diff"] = total(lambda t: abs(t["log_ratio"]))
-    if config.terms.rollout_kl_coef:
-        report["rollout_kl_loss"] = total(lambda t: (t["current"] - t["rollout"]) ** 2 / 2)
-        report["loss"] += config.terms.rollout_kl_coef * report["rollout_kl_loss"]
-    if config.policy_objective != "reinforce":
-        report |= {"pg_clipfrac": total(lambda t: t["clipped"]), "ppo_kl": total(lambda t: t["ppo_kl"])}
-    if args.use_kl_loss:
-        report["kl_loss"] = total(lambda t: t["weighted_kl"])
-        report["loss"] += args.kl_loss_coef * report["kl_loss"]
+    correction, log_ratio = token.correction, token.correction.tokens.log_ratio
+    report = {"pg_loss": total(token.policy), "entropy_loss": total(torch.cat(entropy))}
+    report["loss"] = report["pg_loss"]
+    for term in (term for term in token.terms() if term.coefficient):
+        report[f"{term.name}_loss"] = total(term.added)
+        report["loss"] += term.coefficient * report[f"{term.name}_loss"]
+    report["train_rollout_logprob_abs_diff"] = total(log_ratio.abs())
+    if clipped := dict(token.clip_columns()):
+        report["pg_clipfrac"] = total((clipped["clip_high"] | clipped["clip_low"]).float())
+        report["ppo_kl"] = total(clipped["ppo_kl"])
     if config.metrics != "off":
-        report |= {"tis": total(lambda t: t["ratio"]), "tis_abs": total(lambda t: abs(t["ratio"] - 1.0))}
+        report |= {"tis": total(log_ratio.exp()), "tis_abs": total((log_ratio.exp() - 1.0).abs())}
         if config.weighted:
-            report["tis_weight"] = total(lambda t: t["used"])
+            report["tis_weight"] = total(correction.applied)
         if config.rejects:
-            report["tis_rejected"] = total(lambda t: 1.0 - t["keep"])
+            report["tis_rejected"] = total(1.0 - correction.keep)
     return report
 
 

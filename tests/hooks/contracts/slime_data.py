@@ -7,6 +7,7 @@ all; some have prompts so long that a context-parallel rank holds nothing of the
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 import mismatch_plugin as mp
+from mismatch_plugin.hooks.slime.config import ARGUMENTS
 
 VOCAB = 16
 TEMPERATURE = 0.8
@@ -161,5 +163,31 @@ def _gradient(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
-def arguments(namespace: dict[str, Any], **changes: Any) -> Namespace:
-    return Namespace(**{**namespace, "rollout_temperature": TEMPERATURE, **changes})
+def arguments(host: str = "slime", /, **changes: Any) -> Namespace:
+    """The host's arguments as its parser leaves them, as far as the loss reads them, with `changes`."""
+    values = {name: default for name, (_, default) in ARGUMENTS.items()}
+    values |= {"recompute_loss_function": False, "allgather_cp": False, "log_probs_chunk_size": -1, "rank": 0}
+    values |= {"rollout_temperature": TEMPERATURE, "eps_clip_high": 0.2, "grpo_std_normalization": True}
+    if host == "miles":
+        names = ("true_on_policy_mode", "skip_actor_forward_only", "observe_training_entropy")
+        values |= dict.fromkeys((*names, "use_dynamic_global_batch_size"), False)
+        values |= {"qkv_format": "thd", "global_batch_size": 0, "dump_details": None}
+    return Namespace(**{**values, **changes})
+
+
+ACCEPTED_MEAN = "tests.hooks.contracts.slime_data.accepted_mean"
+"""A reducer of the policy loss as a user writes one: the hosts' path argument names it."""
+
+
+def accepted_mean(
+    total_lengths: list[int], response_lengths: list[int], loss_masks: list[Tensor], calculate_per_token_loss: bool
+) -> Callable[[Tensor], Tensor]:
+    """The micro-batch's sum over what is left in the masks, divided by how many tokens that are."""
+    from megatron.core import parallel_state
+
+    cp, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    pairs = zip(total_lengths, response_lengths, strict=True)
+    places = [owned(total, total - response, cp, rank) for total, response in pairs]
+    local = torch.cat([mask[at].float() for mask, at in zip(loss_masks, places, strict=True)])
+    count = torch.stack([mask.sum() for mask in loss_masks]).sum().clamp(min=1)
+    return lambda x: (x * local).sum() / count

@@ -41,18 +41,6 @@ def call_arguments(node: ast.FunctionDef, name: str) -> tuple[str, ...]:
     raise AssertionError(f"{node.name} calls no {name} any more: read the host's change, then the adapter.")
 
 
-def dict_keys(node: ast.FunctionDef, variable: str) -> tuple[str, ...]:
-    """Keys of the dict literal assigned to a variable."""
-    for item in ast.walk(node):
-        if (
-            isinstance(item, ast.Assign)
-            and ast.unparse(item.targets[0]) == variable
-            and isinstance(item.value, ast.Dict)
-        ):
-            return tuple(ast.literal_eval(key) for key in item.value.keys if key is not None)
-    raise AssertionError(f"{node.name} builds no {variable} any more: read the host's change, then the adapter.")
-
-
 def strings(node: ast.AST) -> set[str]:
     """Every string constant inside a node."""
     return {item.value for item in ast.walk(node) if isinstance(item, ast.Constant) and isinstance(item.value, str)}

@@ -19,8 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.distributed.launch import launch
-from tests.hooks.contracts import miles as miles_contract
-from tests.hooks.contracts import slime as slime_contract
 from tests.hooks.contracts.slime_data import (
     Sample,
     arguments,
@@ -122,8 +120,7 @@ def initialize(tp: int, cp: int) -> Any:
 
 
 def arguments_of(case: Case) -> Namespace:
-    contract = slime_contract if case.host == "slime" else miles_contract
-    return arguments(contract.namespace(), **case.changes)
+    return arguments(case.host, **case.changes)
 
 
 def adapter_of(case: Case) -> Any:

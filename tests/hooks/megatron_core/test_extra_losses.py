@@ -111,7 +111,7 @@ def test_expert_losses_weigh_the_same_in_every_layout() -> None:
 
 def run_as_if(case: tuple[Layout, int]) -> str:
     """A batch through the model, its losses answered as if it had that many MTP layers: the error, or nothing."""
-    from mismatch_plugin.hooks.megatron_core.extra_losses import logits_with_labels, mtp_arguments
+    from mismatch_plugin.hooks.megatron_core.model import logits_with_labels, mtp_arguments
     from mismatch_plugin.parallel.groups import ParallelGroups
     from tests import megatron_cpu as megatron
 

@@ -156,7 +156,7 @@ def test_backends_that_read_logits_are_refused() -> None:
 def test_another_head_is_refused() -> None:
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    from mismatch_plugin.hooks.megatron_core.fused_head import hidden_states
+    from mismatch_plugin.hooks.megatron_core.model import hidden_states
 
     class Scaled(ColumnParallelLinear):
         pass

@@ -25,9 +25,9 @@ def config_of(line: str) -> mp.MismatchConfig:
     return mp.MismatchConfig.from_args(mp.add_arguments(ArgumentParser()).parse_args(line.split()))
 
 
-def hook_of(config: mp.MismatchConfig, **arguments: Any) -> MegatronLoss:
+def hook_of(config: mp.MismatchConfig) -> MegatronLoss:
     model = SimpleNamespace(calculate_per_token_loss=True, finalize_model_grads_func=None)
-    return MegatronLoss(config, model, ParallelGroups(), **arguments)
+    return MegatronLoss(config, model, ParallelGroups())
 
 
 def asked_for(hook: MegatronLoss, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -49,7 +49,6 @@ def asked_for(hook: MegatronLoss, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("name", get_args(Backend))
 def test_every_choice_reaches_the_log_probs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked_for(hook_of(config_of(f"{FLAG} {name}")), monkeypatch) == name
-    assert asked_for(hook_of(mp.MismatchConfig(), backend=name), monkeypatch) == name
 
 
 def test_the_default_is_auto(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,24 +60,16 @@ def test_the_start_block_names_a_backend_that_was_chosen() -> None:
     assert "log-probs from logits" not in mp.MismatchConfig().describe()
 
 
-def test_the_argument_s_older_spelling_is_the_same_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    hook = hook_of(config_of(f"{FLAG} transformer-engine"), backend="transformer_engine")
-    assert asked_for(hook, monkeypatch) == "transformer-engine"
-
-
 @pytest.mark.parametrize(
-    ("line", "arguments", "message"),
+    ("line", "message"),
     [
-        (f"{FLAG} torch", {"backend": "triton"}, f"backend='triton' contradicts {FLAG} torch: leave one of them out"),
-        (f"{FLAG} auto", {"backend": "torch"}, f"backend='torch' contradicts {FLAG} auto"),
-        ("", {"backend": "liger"}, "backend='liger' is unknown: choose one of auto, torch, triton"),
-        (f"{FLAG} megatron --mismatch-entropy-coef 0.1", {}, "megatron gives no entropy, which an entropy term needs"),
-        (f"{FLAG} transformer-engine --mismatch-metrics full", {}, "no entropy, which --mismatch-metrics full shows"),
+        (f"{FLAG} megatron --mismatch-entropy-coef 0.1", "megatron gives no entropy, which an entropy term needs"),
+        (f"{FLAG} transformer-engine --mismatch-metrics full", "no entropy, which --mismatch-metrics full shows"),
     ],
 )
-def test_contradictions_are_refused_before_training(line: str, arguments: dict[str, Any], message: str) -> None:
+def test_contradictions_are_refused_before_training(line: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        hook_of(config_of(line), **arguments)
+        hook_of(config_of(line))
 
 
 def test_a_wrong_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

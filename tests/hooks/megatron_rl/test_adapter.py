@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
-import json
 import math
 import os
 from collections.abc import Callable
@@ -17,10 +15,8 @@ from torch import Tensor
 
 import mismatch_plugin as mp
 from examples.benchmarks.counting import OperationCounter
-from mismatch_plugin.hooks.hosts import MEGATRON_LM
-from mismatch_plugin.hooks.megatron_rl import adapter as megatron_rl
 from mismatch_plugin.hooks.megatron_rl.config import without_mask
-from mismatch_plugin.hooks.megatron_rl.loss import GrpoTerms, bin_lengths
+from mismatch_plugin.hooks.megatron_rl.loss import bin_lengths
 from tests.hooks.contracts.megatron_rl_batches import (
     ALGORITHMS,
     CLIP,
@@ -35,8 +31,8 @@ from tests.hooks.contracts.megatron_rl_batches import (
     run_loss,
     whole_sequences,
 )
+from tests.hooks.contracts.slime_source import function
 
-CONTRACT = json.loads((Path(__file__).parents[1] / "contracts" / "megatron_rl.json").read_text())
 # Against our own reference --------------------------------------------------------------------------------------------
 
 
@@ -93,23 +89,13 @@ def test_every_setting_equals_policy_loss(layout: str, algorithm: str, level: st
 # Against Megatron's own -----------------------------------------------------------------------------------------------
 
 
-def _source(name: str) -> str:
+def _megatron_loss() -> Callable[..., tuple[Tensor, ...]]:
     root = os.environ.get("MISMATCH_HOST_SRC")
-    path = Path(root or "", "Megatron-LM", name)
+    path = Path(root or "", "Megatron-LM", "megatron/rl/rl_utils.py")
     if root is None or not path.is_file():
         pytest.skip("NOT RUN (host source absent)")
-    return path.read_text(encoding="utf-8")
-
-
-def _function(file: str, name: str) -> ast.FunctionDef:
-    found = [node for node in ast.walk(ast.parse(_source(file))) if isinstance(node, ast.FunctionDef)]
-    return next(node for node in found if node.name == name)
-
-
-def _megatron_loss() -> Callable[..., tuple[Tensor, ...]]:
-    node = _function("megatron/rl/rl_utils.py", "calculate_grpo_loss")
-    module = ast.fix_missing_locations(ast.Module(body=[node], type_ignores=[]))
     names: dict[str, Any] = {"torch": torch}
+    module = ast.Module([function(path, "calculate_grpo_loss")], [])
     exec(compile(module, "rl_utils.py", "exec"), names)
     return names["calculate_grpo_loss"]
 
@@ -143,31 +129,6 @@ def test_megatron_s_own_loss_where_semantics_agree(layout: str, bound: float | N
         torch.testing.assert_close(a * data["mask"], b * data["mask"], rtol=1e-12, atol=1e-13, msg=name)
     assert current.grad is not None
     torch.testing.assert_close(gradient, current.grad, rtol=1e-11, atol=1e-13)
-
-
-def test_contract_of_the_drop_in_functions() -> None:
-    """Our signature is the recorded one with loss_mask behind it; the returned names are those of the record."""
-    recorded = CONTRACT["calculate_grpo_loss"]
-    mine = list(inspect.signature(megatron_rl.calculate_grpo_loss).parameters)
-    assert mine == [*recorded["parameters"], "loss_mask"]
-    assert list(GrpoTerms._fields) == recorded["returns"]
-    owned = {flag for flag in (*MEGATRON_LM.owns.values(), *MEGATRON_LM.shares.values()) if flag}
-    assert owned <= set(CONTRACT["arguments"]["flags"])
-
-
-def test_contract_is_still_megatron_s() -> None:
-    for name in ("calculate_grpo_loss", "get_logprobs"):
-        node = _function(CONTRACT[name]["file"], name)
-        found = [argument.arg for argument in node.args.args]
-        assert found == CONTRACT[name]["parameters"], f"Megatron-LM changed the parameters of {name}: {found}"
-    step = _function("train_rl.py", "forward_step")
-    calls = [node for node in ast.walk(step) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    keywords = [k.arg for node in calls if ast.unparse(node.func) == "calculate_grpo_loss" for k in node.keywords]
-    recorded = CONTRACT["forward_step_call"]["keywords"]
-    assert [name for name in keywords if name != "loss_mask"] == recorded, f"train_rl.py now passes {keywords}"
-    arguments = _source(CONTRACT["arguments"]["file"])
-    missing = [flag for flag in CONTRACT["arguments"]["flags"] if f"'{flag}'" not in arguments]
-    assert not missing, f"Megatron-LM has no {', '.join(missing)} any more"
 
 
 # Layouts --------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 
 from mismatch_plugin.hooks import megatron_rl
 from mismatch_plugin.hooks.base import Plan
-from mismatch_plugin.hooks.megatron_rl.launch import TABLE
+from mismatch_plugin.hooks.megatron_rl.adapter import TABLE
 from mismatch_plugin.launch.__main__ import prepare
 from tests.hooks.contracts.launch_trees import ROOT, launch, megatron_tree, run
 
@@ -138,18 +138,10 @@ def test_a_patched_tree_measures_without_a_correction(more: str, tmp_path: Path)
     assert megatron_rl.settings(Namespace(**alone.given["args"])).algorithm == 0
 
 
-def test_megatron_s_own_correction_flags_stay_where_they_agree(tmp_path: Path) -> None:
-    plan = _plan(tmp_path, f"--use-tis {_ON} --rl-importance-sampling-truncation-coef 4")
-    assert plan.added == ()
-    assert "weights: token level, truncate, at most 4" in plan.lines
-
-
 def test_another_megatron_is_refused_before_training(tmp_path: Path) -> None:
-    script = megatron_tree(tmp_path / "tree", parameters=", sequence_mask=None")
-    with pytest.raises(
-        ValueError, match=r"calculate_grpo_loss is not the one .*\(sequence_mask differs\): use Megatron-LM"
-    ):
-        prepare([str(script), "--use-tis"])
+    done = launch(megatron_tree(tmp_path / "tree", parameters=", sequence_mask=None"), "--use-tis")
+    assert (done.status, done.given) == (2, None)
+    assert "calculate_grpo_loss is not the one that the plugin replaces (sequence_mask differs)" in done.errors
 
 
 def test_without_our_flags_nothing_is_replaced(tmp_path: Path) -> None:
@@ -168,7 +160,7 @@ typing.override = typing_extensions.override  # for Pythons older than 3.12
 from megatron.training.arguments import parse_args
 from mismatch_plugin.hooks.megatron_rl import extra_args_provider, settings
 from mismatch_plugin.launch.command_line import read_command_line
-from mismatch_plugin.hooks.megatron_rl.launch import TABLE
+from mismatch_plugin.hooks.megatron_rl.adapter import TABLE
 seen = []
 def provider(parser):
     seen.extend(parser._option_string_actions.items())

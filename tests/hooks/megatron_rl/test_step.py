@@ -15,7 +15,7 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.hooks.megatron_rl import adapter as megatron_rl
-from mismatch_plugin.hooks.megatron_rl.launch import TABLE
+from mismatch_plugin.hooks.megatron_rl.adapter import TABLE
 from mismatch_plugin.hooks.megatron_step import MegatronStep
 from mismatch_plugin.parallel.groups import ParallelGroups
 from tests.distributed.launch import launch

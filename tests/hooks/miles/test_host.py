@@ -7,6 +7,7 @@ logits, packed and padded, out of $MISMATCH_HOST_SRC/miles with only `ray` stubb
 from __future__ import annotations
 
 import importlib.util
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ import torch
 import mismatch_plugin as mp
 from mismatch_plugin.hooks import miles, slime
 from tests.distributed.launch import launch
-from tests.hooks.contracts import miles as contract
 from tests.hooks.contracts.slime_cases import (
     TERMS,
     WEIGHTED_KL,
@@ -45,10 +45,10 @@ CASES: dict[str, dict[str, Any]] = {
         "shared": True,
     },
     "KL with importance weights": {
-        "changes": {**custom("miles"), **ours(2, weights("token", "mask"), **WEIGHTED_KL), **TERMS},
+        "changes": {**custom("miles"), **ours(2, weights("token", "mask"), **WEIGHTED_KL), **TERMS}
     },
     "contiguous context": {
-        "changes": {**custom("miles"), **ours(3, weights("sequence", "clip")), "allgather_cp": True},
+        "changes": {**custom("miles"), **ours(3, weights("sequence", "clip")), "allgather_cp": True}
     },
     "no forward pass beforehand": {
         "changes": {**hooked("miles"), **ours(2, weights("token", "clip")), "skip_actor_forward_only": True},
@@ -113,7 +113,7 @@ def run_padded(case: Case) -> list[float]:
     }
     pg_loss = torch.ones(sum(map(len, held)), requires_grad=True)
     loss, _, _ = miles.tis_function(
-        args=arguments(contract.namespace(), **case.changes),
+        args=arguments("miles", **case.changes),
         pg_loss=pg_loss,
         train_log_probs=rows["log_probs"],
         rollout_log_probs=rows["rollout_log_probs"],
@@ -139,14 +139,14 @@ def test_padded_batches_are_cut_where_miles_cuts_them(cp: int):
     packed = mp.PackedSequences.from_lists(
         old_log_probs=rows["log_probs"], rollout_log_probs=rows["rollout_log_probs"], loss_masks=rows["loss_masks"]
     )
-    correction = mp.correct(packed, miles.settings(arguments(contract.namespace(), **changes)))
+    correction = mp.correct(packed, miles.settings(arguments("miles", **changes)))
     torch.testing.assert_close(torch.tensor(weights_here), correction.weights * correction.keep)
 
 
 def test_missing_log_probs_are_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(vars(miles.ADAPTER), "groups", slime.ADAPTER.find_groups())
-    args = arguments(contract.namespace(), **hooked("miles"), **ours(2))
-    values: dict[str, Any] = dict.fromkeys(contract.TIS_KEYWORDS)
+    args = arguments("miles", **hooked("miles"), **ours(2))
+    values: dict[str, Any] = dict.fromkeys(signature(miles.tis_function).parameters)
     values |= {"args": args, "pg_loss": torch.ones(2), "loss_masks": [torch.ones(2)]}
     values |= {"total_lengths": [4], "response_lengths": [2]}
     with pytest.raises(ValueError, match="miles passes no training log-probs"):
@@ -156,6 +156,6 @@ def test_missing_log_probs_are_named(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_arguments_are_checked_before_a_rollout_s_steps():
-    args = arguments(contract.namespace(), **hooked("miles"), use_rollout_logprobs=True, use_tis=True)
+    args = arguments("miles", **hooked("miles"), use_rollout_logprobs=True, use_tis=True)
     with pytest.raises(ValueError, match=r"would count twice.*mismatch_plugin\.hooks\.miles\.policy_loss"):
         miles.rollout_data_postprocess(args)

@@ -20,12 +20,9 @@ import mismatch_plugin as mp
 from mismatch_plugin.hooks import slime
 from mismatch_plugin.hooks.slime.batch import owned_ranges, pack_local
 from mismatch_plugin.parallel.groups import ParallelGroups
-from tests.hooks.contracts import slime as contract
 from tests.hooks.contracts.slime_cases import NARROW, TERMS, WEIGHTED_KL, custom, drawn, hooked, ours, product, weights
 from tests.hooks.contracts.slime_compare import HAND_LAYOUTS, compare
-from tests.hooks.contracts.slime_data import STEPS, owned, samples, schedule, step_samples
-from tests.hooks.contracts.slime_data import arguments as build
-from tests.hooks.contracts.slime_reducers import ACCEPTED_MEAN
+from tests.hooks.contracts.slime_data import ACCEPTED_MEAN, STEPS, arguments, owned, samples, schedule, step_samples
 from tests.hooks.contracts.slime_worker import Model, Runs, run_by_hand
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
@@ -49,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     # The TIS hook alone, as a user sets it who adds one flag.
     "no hooks around the step": {"changes": {**hooked("slime"), **ours(2, weights("token", "mask"))}, "hooks": False},
     "KL with importance weights": {
-        "changes": {**custom("slime"), **ours(2, weights("token", "mask"), **_REJECTED, **WEIGHTED_KL), **TERMS},
+        "changes": {**custom("slime"), **ours(2, weights("token", "mask"), **_REJECTED, **WEIGHTED_KL), **TERMS}
     },
     "dry run": {"changes": {**custom("slime"), **ours(3, weights("token", "mask"), dry_run=True)}},
     "dual clip": {"changes": {**custom("slime"), **ours(1), "eps_clip_c": 1.05, "eps_clip": 0.1}},
@@ -172,10 +169,6 @@ def test_packing_refuses_what_does_not_cover_this_rank_s_tokens():
 
 
 # One process, hooks called directly -----------------------------------------------------------------------------------
-
-
-def arguments(**changes: Any) -> Namespace:
-    return build(contract.namespace(), **changes)
 
 
 def call_tis(args: Namespace, rollout: list[torch.Tensor] | None = None, number: int = 0, **values: Any) -> Any:

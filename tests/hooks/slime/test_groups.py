@@ -22,7 +22,6 @@ from mismatch_plugin.hooks.slime.config import validate_groups
 from mismatch_plugin.launch.__main__ import prepare
 from tests.core.test_groups import plain
 from tests.distributed.launch import launch
-from tests.hooks.contracts import slime as contract
 from tests.hooks.contracts.launch_trees import ray_tree
 from tests.hooks.contracts.slime_cases import hooked, ours, weights
 from tests.hooks.contracts.slime_data import arguments, owned, samples
@@ -53,7 +52,7 @@ def host_arguments(case: Case) -> Namespace:
     settings = ours(2, weights("token", "truncate"), rs=case.rs)
     groups = {"n_samples_per_prompt": SIZE, "rollout_batch_size": 2, "grpo_std_normalization": case.scaled}
     more = {"get_mismatch_metrics": True, "custom_advantage_function_path": PATH, **groups, **case.changes}
-    return arguments(contract.namespace(), **{**hooked("slime"), **settings, **more})
+    return arguments(**{**hooked("slime"), **settings, **more})
 
 
 def normalised(raw: list[float], scaled: bool) -> list[float]:
@@ -252,14 +251,8 @@ EXCLUDE = MismatchConfig.build({"rs": {**SEVERAL, "group": "exclude"}})
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"custom_advantage_function_path": None},
-            "has no effect unless mismatch_plugin.hooks.slime.group_adv",
-        ),
-        (
-            {"custom_advantage_function_path": "mine.f"},
-            r"--custom-advantage-function-path mine\.f makes others",
-        ),
+        ({"custom_advantage_function_path": None}, "has no effect unless mismatch_plugin.hooks.slime.group_adv"),
+        ({"custom_advantage_function_path": "mine.f"}, r"--custom-advantage-function-path mine\.f makes others"),
         ({"advantage_estimator": "ppo"}, r"--advantage-estimator ppo makes others"),
         ({"advantage_estimator": "reinforce_plus_plus_baseline"}, r"reinforce_plus_plus_baseline makes others"),
         ({"rewards_normalization": False}, "--disable-rewards-normalization makes others"),

@@ -29,8 +29,8 @@ from tests.hooks.contracts.slime_cases import (
     weights,
 )
 from tests.hooks.contracts.slime_compare import HOST_LAYOUTS, compare, same, they_bite
+from tests.hooks.contracts.slime_data import ACCEPTED_MEAN
 from tests.hooks.contracts.slime_live import run_host
-from tests.hooks.contracts.slime_reducers import ACCEPTED_MEAN
 from tests.hooks.contracts.slime_worker import Runs
 
 _BATCH_NORMALISED = weights("sequence", "clip", batch_normalize=True)
@@ -42,13 +42,13 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "no old log-probs, normalised": {"changes": {**hooked("slime"), **ours(2, _BATCH_NORMALISED)}, "old": False},
     "contiguous context, 3": {
-        "changes": {**custom("slime"), **ours(3, weights("sequence", "truncate")), "allgather_cp": True},
+        "changes": {**custom("slime"), **ours(3, weights("sequence", "truncate")), "allgather_cp": True}
     },
     "contiguous context, 2": {
-        "changes": {**hooked("slime"), **ours(2, weights("geometric", "mask")), "allgather_cp": True},
+        "changes": {**hooked("slime"), **ours(2, weights("geometric", "mask")), "allgather_cp": True}
     },
     "recomputed loss": {
-        "changes": {**custom("slime"), **ours(3, weights("sequence", "clip")), "recompute_loss_function": True},
+        "changes": {**custom("slime"), **ours(3, weights("sequence", "clip")), "recompute_loss_function": True}
     },
     **{
         f"{estimator}, {algorithm}": {
@@ -65,7 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
         "changes": {**custom("slime"), **ours(2, weights("token", "clip"), objective="reinforce")}
     },
     "distance to the sampler": {
-        "changes": {**custom("slime"), **ours(2, terms={"rollout_kl_coef": 0.1}), "calculate_per_token_loss": True},
+        "changes": {**custom("slime"), **ours(2, terms={"rollout_kl_coef": 0.1}), "calculate_per_token_loss": True}
     },
 }
 

@@ -20,16 +20,14 @@ from mismatch_plugin.hooks.slime.launch import TABLE
 from mismatch_plugin.launch.__main__ import prepare
 from mismatch_plugin.launch.command_line import read_command_line
 from mismatch_plugin.report.log import write_step
-from tests.hooks.contracts import miles as miles_contract
-from tests.hooks.contracts import slime as slime_contract
 from tests.hooks.contracts.launch_parsers import host_parser, read_custom_config
 from tests.hooks.contracts.launch_trees import Outcome, launch, ray_tree, run
 from tests.hooks.contracts.slime_cases import SHIPPED, hooked
+from tests.hooks.contracts.slime_data import arguments
 from tests.hooks.contracts.slime_source import host_root
 
 ADAPTERS: dict[str, RayAdapter] = {"slime": slime.ADAPTER, "miles": miles.ADAPTER}
 HOSTS = tuple(ADAPTERS)
-NAMESPACES = {"slime": slime_contract.namespace, "miles": miles_contract.namespace}
 BOTH = "--use-tis --use-rollout-log-probs"
 MODULE = "mismatch_plugin.hooks.slime"
 OURS = f"{MODULE}.policy_loss"
@@ -126,15 +124,6 @@ def test_what_needs_our_loss_contradicts_the_host_s_by_hand(tmp_path: Path) -> N
     assert _value(_plan(tmp_path, f"{line} --advantage-estimator gspo"), "--loss-type") is None
 
 
-def test_what_is_typed_reaches_the_hooks_as_it_was_typed(tmp_path: Path) -> None:
-    script = ray_tree(tmp_path / "tree", "slime")
-    line = "--use-tis --tis-mode clip --tis-upper-bound 3 --tis-lower-bound 0 --eps-clip-high 0.28"
-    args = _args(launch(script, line))
-    assert args.mismatch_settings["tis"] == {"mode": "clip", "upper_bound": 3.0, "lower_bound": 0.0}
-    config = ADAPTERS["slime"].settings(args)
-    assert (config.algorithm, config.tis.mode, config.ppo.eps_clip_high) == (2, "clip", 0.28)
-
-
 def test_a_custom_arguments_hook_of_the_script_still_runs(tmp_path: Path) -> None:
     script = ray_tree(tmp_path / "tree", "slime")
     extra = "parse_args(lambda p: p.add_argument('--mine', default='x') and p)"
@@ -161,12 +150,6 @@ def test_a_patched_tree_refuses_and_explains(tmp_path: Path) -> None:
     assert "mismatch_plugin: --tis-levle is unknown" in wrong.errors
     explained = run(script, "--use-tis --mismatch-explain-only")
     assert (explained.status, explained.given) == (0, None)
-
-
-def test_without_our_flags_nothing_is_added(tmp_path: Path) -> None:
-    plan = _plan(tmp_path, "--num-rollout 3 --eps-clip 0.1")
-    assert (plan.added, plan.argv) == ((), ("--num-rollout", "3", "--eps-clip", "0.1"))
-    assert plan.lines == ("none of the plugin's flags is given: slime runs as it is",)
 
 
 def test_slime_s_own_loss_can_be_kept_for_algorithm_1(tmp_path: Path) -> None:
@@ -290,7 +273,7 @@ def test_without_the_launcher_the_settings_ride_in_the_host_s_yaml(host: str, tm
 @pytest.mark.parametrize("host", HOSTS)
 def test_the_host_s_own_code_puts_the_yaml_on_its_arguments(host: str, tmp_path: Path) -> None:
     path = _yaml(tmp_path, "use_tis: true\ntis_level: sequence\nmismatch_metrics: off\n").split()[1]
-    args = Namespace(**NAMESPACES[host](custom_config_path=path, **hooked(host)))
+    args = arguments(host, custom_config_path=path, **hooked(host))
     read_custom_config(host, args)
     config = ADAPTERS[host].check(args)
     assert config and (config.algorithm, config.tis.level, config.metrics) == (2, "sequence", "off")

@@ -14,7 +14,6 @@ import torch
 from mismatch_plugin.core.gate import GateError
 from mismatch_plugin.hooks import slime
 from tests.distributed.launch import launch
-from tests.hooks.contracts import slime as contract
 from tests.hooks.contracts.slime_cases import custom, ours, weights
 from tests.hooks.contracts.slime_data import arguments, owned, samples
 from tests.hooks.contracts.slime_worker import Model
@@ -62,7 +61,7 @@ def run(case: Odd) -> dict[str, Any]:
     tis = weights("sequence", "truncate", batch_normalize=True) if case.algorithm else None
     if plant == "other configuration":
         tis = {**(tis or {}), "upper_bound": 9.0}
-    args = arguments(contract.namespace(), **custom("slime"), **ours(case.algorithm, tis, gate_kl=case.gate_kl))
+    args = arguments(**custom("slime"), **ours(case.algorithm, tis, gate_kl=case.gate_kl))
     sample, model, count = samples()[1], Model(), 2 if plant == "more samples" else 1
     at = owned(sample.total, sample.prompt, case.cp, parallel_state.get_context_parallel_rank())
     rollout = sample.rows["rollout_log_probs"][at].clone()

@@ -35,9 +35,8 @@ from mismatch_plugin.sglang.client import WeightUpdateError
 from mismatch_plugin.sglang.fingerprints import digests, fingerprint
 from tests.distributed.alone import process_group_of_one
 from tests.distributed.launch import launch
-from tests.hooks.contracts import miles as miles_contract
-from tests.hooks.contracts import slime as slime_contract
 from tests.hooks.contracts.slime_cases import hooked, ours
+from tests.hooks.contracts.slime_data import arguments
 from tests.hooks.contracts.slime_source import function, host_root, parameters
 
 Weights = dict[str, Tensor]
@@ -328,11 +327,10 @@ def test_another_version_of_the_host_is_left_alone(run: Run, lacks: str, caplog:
 def test_the_hook_that_starts_a_training_process_watches(run: Run) -> None:
     """By its settings, as the launcher or the host's YAML gives them."""
     adapter = {"slime": SlimeAdapter, "miles": MilesAdapter}[run.host]()
-    contract = {"slime": slime_contract, "miles": miles_contract}[run.host]
     own = run.actor.UpdateWeightFromTensor.update_weights
-    adapter.init(Namespace(**contract.namespace(**hooked(run.host), use_tis=True, mismatch_verify_weights="off")))
+    adapter.init(arguments(run.host, **hooked(run.host), use_tis=True, mismatch_verify_weights="off"))
     assert run.actor.UpdateWeightFromTensor.update_weights is own
-    adapter.init(Namespace(**contract.namespace(**hooked(run.host), **ours(2))))
+    adapter.init(arguments(run.host, **hooked(run.host), **ours(2)))
     assert run.actor.UpdateWeightFromTensor.update_weights is not own
 
 

@@ -25,9 +25,7 @@ def test_dppo_equals_verl(name: str, threshold: float, bound: float) -> None:
     for seed in range(6):
         data = batch(seed)
         packed = mp.PackedSequences.from_padded(
-            loss_masks=data["response_mask"],
-            rollout_log_probs=data["rollout_log_probs"],
-            advantages=data["advantages"],
+            loss_masks=data["response_mask"], rollout_log_probs=data["rollout_log_probs"], advantages=data["advantages"]
         )
         log_probs = data["log_prob"].clone().requires_grad_()
         mine = mp.policy_loss(log_probs, packed, config)

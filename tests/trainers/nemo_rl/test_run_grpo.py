@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +32,15 @@ CASES: dict[str, tuple[Sequence[str], Job]] = {
         (*REINFORCE, "--tis-level", "sequence"),
         Job(("+loss_fn.mismatch={use_rollout_log_probs: true, use_tis: true, tis: {level: sequence}}",)),
     ),
+    **{
+        name: (flags.split(), Job(flags.split()))
+        for name, flags in {
+            "rejection and mask": "--use-tis --tis-mode mask --tis-upper-bound 1.5 --rs-criterion token:k2:0.1",
+            "geometric": "--use-tis --tis-level geometric --tis-mode clip --tis-upper-bound 1.01",
+            "preset": "--mismatch-preset token_icepop --tis-upper-bound 1.2",
+            "settings file": f"--mismatch-config {Path(__file__).parents[1] / 'settings.yaml'}",
+        }.items()
+    },
 }
 
 

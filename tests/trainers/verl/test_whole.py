@@ -46,6 +46,12 @@ CASES: dict[int, tuple[Sequence[str], str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 ALGORITHMS = pytest.mark.parametrize("algorithm", CASES)
+MORE = {
+    "rejection and mask": "--use-tis --tis-mode mask --tis-upper-bound 1.05 --rs-criterion sequence_max:k2:0.002",
+    "geometric": "--use-tis --tis-level geometric --tis-mode clip --tis-upper-bound 1.005",
+    "preset": "--mismatch-preset token_icepop --tis-upper-bound 1.05",
+    "settings file": f"--mismatch-config {Path(__file__).parents[1] / 'settings.yaml'}",
+}
 
 
 def case(start: Start, algorithm: int, ranks: int = 1) -> tuple[Run, list[Step], mp.MismatchConfig]:
@@ -72,6 +78,21 @@ def test_runs_to_its_end_and_says_what_runs(start: Start, shows: Shown, algorith
 def test_loss_is_that_of_the_reference(start: Start, shows: Shown, algorithm: int) -> None:
     ended, steps, config = case(start, algorithm)
     shows("loss_equals_reference", "algorithms 0 to 3", worst_loss(ended, steps, config))
+
+
+@pytest.mark.shows("loss_equals_reference")
+@pytest.mark.parametrize("name", MORE)
+def test_the_loss_of_other_settings_is_that_of_the_reference(start: Start, shows: Shown, name: str) -> None:
+    """And of nothing else: the same batches without a correction have another."""
+    folder = name.replace(" ", "_")  # Hydra reads it
+    ended = start(folder, *MORE[name].split(), steps=2, dtype="bfloat16")
+    assert ended.status == 0, ended.output[-4000:]
+    steps, ppo = read_dump(ended.folder / "dump"), mp.MismatchConfig.model_validate(CASES[0][2])
+    config = mp.MismatchConfig.from_words(MORE[name].split()).replace(ppo=CLIP, denominator="original")
+    shows(
+        "loss_equals_reference", "rejection, mask mode, geometric level, preset, file", worst_loss(ended, steps, config)
+    )
+    assert max(abs(reference(step, config)[0] - reference(step, ppo)[0]) for step in steps) > 10 * TOLERANCE
 
 
 def worst_loss(ended: Run, steps: list[Step], config: mp.MismatchConfig) -> float:

@@ -1,0 +1,132 @@
+"""The two sides: an SGLang server with our plugin, and the trainer's model in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mismatch_plugin.bisect.taps import Capture, Tap, log_probs_of, unpack, watched
+from mismatch_plugin.data.read import InputError
+from mismatch_plugin.sglang.fingerprints import states_of
+from mismatch_plugin.sglang.http import RequestError, Retries, Server, shown
+from mismatch_plugin.sglang.replies import parse_prompt_log_probs
+
+KEY = "mismatch_taps"
+_TOKENS = 1024
+"""Of all modules in one reply: of a width of 16,384 in bfloat16 these are 64 MB with what base64 adds."""
+
+
+class Trainer(NamedTuple):
+    """A causal language model in this process. call: [1, T] ids to [1, T, V] logits."""
+
+    model: nn.Module
+    call: Callable[[Tensor], Tensor]
+
+    def log_probs(self, ids: list[int], visit: Any = None) -> Tensor:
+        """[T - 1] float64 log-probs of all tokens but the first. visit: as `taps.watched` calls it."""
+        with torch.no_grad(), watched(self.model, len(ids), visit or (lambda *_: None)):
+            return log_probs_of(self.call(torch.tensor([ids]))[0], ids)
+
+
+def from_checkpoint(folder: Path, dtype: torch.dtype) -> Trainer:
+    """A transformers model. Its weights are rounded to `dtype`, in which it computes; buffers stay float32, as
+    transformers leaves them when it loads a model in that dtype. Raises InputError."""
+    from mismatch_plugin.diagnose.scorers import Checkpoint
+
+    model: Any = Checkpoint(folder).model
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return Trainer(model, lambda ids: model(ids, use_cache=False).logits)
+
+
+class Engine:
+    """A server at `url`. Only `update` changes it. Every method raises InputError where it does not answer, or where
+    its modules cannot be watched."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self._name = url, f"the server at {shown(url)}"
+
+    def facts(self) -> dict[str, Any]:
+        """What the plugin tells, with `vocab`, and `chunk`: how many tokens are prefilled at once, None for all.
+
+        Refuses a server without the plugin, and one whose modules are spread over several ranks.
+        """
+        told = self._ask("GET", "/server_info", None)
+        states = states_of(told)
+        if not states:
+            raise InputError(
+                f"{self._name} runs without this plugin: pip install --no-deps mismatch-plugin in its environment, "
+                "and start it again."
+            )
+        if quantization := states[0].get("quantization"):
+            raise InputError(f"{self._name} serves with quantization {quantization}: start one without.")
+        for key, what in (("tp_size", "tensor"), ("pp_size", "pipeline"), ("ep_size", "expert")):
+            if states[0].get(key, 1) != 1:
+                raise InputError(
+                    f"{self._name} runs with {key} {states[0][key]}: under {what} parallelism each rank holds a part "
+                    f"of a module's output; start one with {key} 1."
+                )
+        chunk = told.get("chunked_prefill_size")
+        ((_, first),) = self.generate([[0, 1]], {"modules": ""})
+        return {**states[0], "vocab": first["vocab"], "chunk": chunk if chunk and chunk > 0 else None}
+
+    def capture(self, ids: list[int]) -> Capture:
+        """All values of one prefill, in as many requests as their size needs."""
+        ((answer, first),) = self.generate([ids], {})
+        names = list(dict.fromkeys(name for name, _ in first["taps"]))
+        several = max(1, _TOKENS // len(ids))
+        values: dict[Tap, Tensor] = {}
+        for start in range(0, len(names), several):
+            ((_, told),) = self.generate([ids], {"modules": " ".join(names[start : start + several])})
+            values |= unpack(told["values"])
+        in_order = {(name, which): values[name, which] for name, which in first["taps"]}
+        log_probs = torch.from_numpy(parse_prompt_log_probs(answer, ids)[1:].copy())
+        return Capture(ids, unpack(first["modules"]), in_order, log_probs)
+
+    def generate(
+        self, sequences: Sequence[list[int]], taps: dict[str, str], new_tokens: int = 0
+    ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """One request with these sequences, greedy: of each the reply, and what the plugin says of its modules.
+
+        taps: what is asked for (`sglang.plugin.taps`).
+        """
+        sampling = {"temperature": 1.0, "top_k": 1, "max_new_tokens": new_tokens, "ignore_eos": True}
+        body = {
+            "input_ids": sequences,
+            "sampling_params": {**sampling, "custom_params": {KEY: {"form": "values", **taps}}},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        found = []
+        for answer in self._ask("POST", "/generate", body):
+            told = (answer.get("meta_info") or {}).get(KEY)
+            if not told:
+                raise InputError(f"{self._name} tells nothing of its modules: the plugin there is too old, or off.")
+            if "error" in told[0]:
+                raise InputError(f"{self._name} cannot be watched: {told[0]['error']}.")
+            found.append((answer, told[0]))
+        return found
+
+    def update(self, folder: str) -> None:
+        """Load the checkpoint that the server finds at `folder`."""
+        told = self._ask("POST", "/update_weights_from_disk", {"model_path": folder})
+        if not told.get("success"):
+            raise InputError(f"{self._name} did not load {folder}: {told.get('message')}.")
+
+    def _ask(self, method: str, path: str, body: Any) -> Any:
+        async def ask() -> Any:
+            server = Server(self.url)
+            try:
+                return (await server.call(method, path, body, retries=Retries(attempts=1))).json
+            finally:
+                await server.close()
+
+        try:
+            return asyncio.run(ask())
+        except (RequestError, ValueError) as error:
+            raise InputError(f"{self._name} does not answer: {error}") from None

@@ -1,0 +1,272 @@
+"""What goes into a model's modules and comes out of them, in one form for SGLang and transformers.
+
+Every value is [T, features], a row a token, whatever the engine's own layout. Modules with weights of their own are
+watched, and the attention, which has none: of it queries, keys and values behind the rotary embedding. A fused norm's
+input is the residual stream that it has added to. The choice of experts is [T, experts]: each one's share, 0 where it
+was not chosen, so that the order of choice does not matter.
+
+Nothing here imports an engine: the same code runs inside a server and at the trainer.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mismatch_plugin.sglang.fingerprints import digests
+
+Which = Literal["input", "routing", "output"]
+Tap = tuple[str, Which]
+HEAD = "lm_head"
+"""The name of what makes logits inside SGLang, where no module's forward does."""
+ATTENTION = ".attention"
+"""What is put behind the name of a module whose attention is a function."""
+
+
+class View(NamedTuple):
+    """Tensors of a module call. parts: each a view with the tokens before its features; their rows are joined."""
+
+    parts: tuple[Tensor, ...]
+    tokens: int
+
+    def read(self) -> Tensor:
+        """[T, features], a copy."""
+        return torch.cat([part.detach().reshape(self.tokens, -1) for part in self.parts], -1)
+
+    def write(self, values: Tensor) -> None:
+        """Put [T, features] into the tensors themselves, so that all who hold them see it."""
+        widths = [part.numel() // self.tokens for part in self.parts]
+        for part, value in zip(self.parts, values.split(widths, -1), strict=True):
+            part.copy_(value.reshape(part.shape))
+
+
+class Routing(NamedTuple):
+    """Which experts each token goes to. ids, shares: [T, k]."""
+
+    ids: Tensor
+    shares: Tensor
+    experts: int
+
+    def read(self) -> Tensor:
+        """[T, experts]."""
+        dense = self.shares.new_zeros(len(self.ids), self.experts)
+        return dense.scatter_add_(1, self.ids.long(), self.shares)
+
+    def write(self, values: Tensor) -> None:
+        """Choose those with the largest shares."""
+        shares, ids = values.topk(self.ids.shape[1], -1)
+        self.ids.copy_(ids)
+        self.shares.copy_(shares)
+
+
+Visit = Callable[[str, Which, "View | Routing"], None]
+"""Called with a module's name in the order of execution, before it runs for what goes in."""
+
+
+Weights = dict[str, int]
+"""The digest of each parameter that a module holds itself."""
+
+
+@dataclass
+class Capture:
+    """One forward pass over `ids`. modules: in the order of registration. values: [T, features] by name, in the order
+    of execution. log_probs: [T - 1] of each token but the first, as the engine tells them."""
+
+    ids: list[int]
+    modules: dict[str, Weights]
+    values: dict[Tap, Tensor]
+    log_probs: Tensor
+
+
+def describe(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Weights]:
+    """Every module with weights of its own, and the head even if it is the embedding. dtype: weights are rounded to it
+    first."""
+    modules = dict(model.named_modules())
+    if isinstance(head := getattr(model, HEAD, None), nn.Module):
+        modules.setdefault(HEAD, head)
+    found = ((name, digests(module.named_parameters(recurse=False), dtype)) for name, module in modules.items())
+    return {name: {leaf: value for leaf, (value, _, _) in own.items()} for name, own in found if own}
+
+
+@contextmanager
+def watched(model: nn.Module, tokens: int, visit: Visit) -> Iterator[None]:
+    """While it holds, each call of a module of a batch of so many tokens is told to `visit`."""
+    names = {module: name for name, module in model.named_modules()}
+    with ExitStack() as stack:
+        for module, name in names.items():
+            attention = type(module).__name__ == "RadixAttention"  # that of transformers is a function
+            if attention or next(module.parameters(recurse=False), None) is not None:
+                calls = _watching(name, module, attention, tokens, visit)
+                stack.enter_context(_replaced(module, "forward", calls))
+        processor: Any = getattr(model, "logits_processor", None)
+        if hasattr(processor, "_get_logits"):
+            calls = _watching_logits(processor._get_logits, visit)
+            stack.enter_context(_replaced(processor, "_get_logits", calls))
+        stack.enter_context(_attention_function(model, names, tokens, visit))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+def _watching(name: str, module: nn.Module, attention: bool, tokens: int, visit: Visit) -> Callable[..., Any]:
+    """The module's forward, which tells what goes in and comes out."""
+    call = module.forward
+    own = [*module.parameters(recurse=False)]
+    norm = bool(own) and all(weight.dim() == 1 for weight in own)
+    experts = next((weight.shape[0] for weight in own if weight.dim() == 3), 0)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = [*_tensors([*args, *kwargs.values()])]
+        rows = [tensor for tensor in given if _is_rows(tensor, tokens)]
+        fused = norm and len(rows) > 1 and rows[0].shape == rows[1].shape
+        if attention:
+            if len(rows) > 2:
+                visit(name, "input", View(tuple(rows[:3]), tokens))
+        elif rows and not fused:
+            visit(name, "input", View((rows[0],), tokens))
+        if experts and (chosen := _routing(given, experts)):
+            visit(name, "routing", chosen)
+        result = call(*args, **kwargs)
+        out = [tensor for tensor in _tensors([result]) if _is_rows(tensor, tokens)]
+        if fused and len(out) > 1:  # the sum is known behind the call alone
+            visit(name, "input", View((out[1],), tokens))
+        if out:
+            visit(name, "output", View((out[0],), tokens))
+        return result
+
+    return forward
+
+
+def _watching_logits(call: Callable[..., Any], visit: Visit) -> Callable[..., Any]:
+    """SGLang's function from hidden states to logits: of some tokens at a time, all in all of each."""
+
+    def get_logits(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        visit(HEAD, "input", View((hidden_states,), len(hidden_states)))
+        logits = call(hidden_states, *args, **kwargs)
+        visit(HEAD, "output", View((logits,), len(logits)))
+        return logits
+
+    return get_logits
+
+
+@contextmanager
+def _attention_function(model: nn.Module, names: Mapping[Any, str], tokens: int, visit: Visit) -> Iterator[None]:
+    """Watch the function that a model of transformers computes its attention with."""
+    transformers = sys.modules.get("transformers.modeling_utils")
+    chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    functions = getattr(transformers, "ALL_ATTENTION_FUNCTIONS", {})
+    if chosen not in functions:
+        yield
+        return
+    call = functions[chosen]
+
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        name = names.get(module)
+        length = query.shape[2]  # keys and values of a cache are before it
+        heads = tuple(part[:, :, -length:].transpose(1, 2) for part in (query, key, value))
+        seen = name is not None and all(_is_rows(part, tokens) for part in heads)
+        if seen:
+            visit(f"{name}{ATTENTION}", "input", View(heads, tokens))
+        result = call(module, query, key, value, *args, **kwargs)
+        if seen:
+            visit(f"{name}{ATTENTION}", "output", View((result[0],), tokens))
+        return result
+
+    functions[chosen] = attention
+    try:
+        yield
+    finally:
+        functions[chosen] = call
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those in arguments and results, also in tuples, in order."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+
+
+def _is_rows(tensor: Tensor, tokens: int) -> bool:
+    """Floating-point numbers, one row or more of each token."""
+    if not tensor.is_floating_point() or tensor.dim() < 2 or not tensor.numel():
+        return False
+    return (tensor.numel() // tensor.shape[-1]) % tokens == 0
+
+
+def _routing(given: list[Tensor], experts: int) -> Routing | None:
+    """The choice among the arguments: [T, k] ids, and shares of their shape."""
+    ids = next((tensor for tensor in given if tensor.dim() == 2 and not tensor.is_floating_point()), None)
+    if ids is None or ids.dtype == torch.bool:
+        return None
+    shares = [tensor for tensor in given if tensor.shape == ids.shape and tensor.is_floating_point()]
+    return Routing(ids, shares[0], experts) if shares else None
+
+
+class Recorder:
+    """Keeps what `watched` tells of one forward pass; of names that are not kept, meta tensors."""
+
+    def __init__(self, keep: Callable[[str], bool] = lambda name: True) -> None:
+        self._keep = keep
+        self._seen: dict[Tap, list[Tensor]] = {}
+
+    def __call__(self, name: str, which: Which, view: View | Routing) -> None:
+        value = view.read()
+        self._seen.setdefault((name, which), []).append(value if self._keep(name) else value.to("meta"))
+
+    def values(self) -> dict[Tap, Tensor]:
+        """In the order of execution, without modules that were called twice: only the head takes tokens in parts."""
+        return {tap: torch.cat(parts) for tap, parts in self._seen.items() if tap[0] == HEAD or len(parts) == 1}
+
+
+def record(model: nn.Module, ids: list[int], call: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Capture:
+    """One forward pass of a model in this process. call: [1, T] ids to [1, T, V] logits. dtype: of the digests."""
+    recorder = Recorder()
+    with torch.no_grad(), watched(model, len(ids), recorder):
+        logits = call(torch.tensor([ids]))[0]
+    return Capture(ids, describe(model, dtype), recorder.values(), log_probs_of(logits, ids))
+
+
+def log_probs_of(logits: Tensor, ids: list[int]) -> Tensor:
+    """[T - 1] float64 log-probs of ids[1:] under [T, V] logits."""
+    wanted = torch.tensor(ids[1:], device=logits.device)[:, None]
+    return logits[:-1].float().log_softmax(-1).gather(1, wanted)[:, 0].double().cpu()
+
+
+def row_hashes(values: Tensor) -> list[str]:
+    """12 hex digits of each row's bits."""
+    rows = values.detach().cpu().contiguous().view(torch.uint8).numpy()
+    return [hashlib.blake2b(row.tobytes(), digest_size=6).hexdigest() for row in rows]
+
+
+def pack(told: Any) -> str:
+    """Tensors, numbers, texts, and lists and dicts of these, as text; exact."""
+    file = io.BytesIO()
+    torch.save(told, file)
+    return base64.b64encode(file.getvalue()).decode("ascii")
+
+
+def unpack(text: str) -> Any:
+    """Of `pack`; it holds nothing but such values, whoever sent it."""
+    return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True, map_location="cpu")
