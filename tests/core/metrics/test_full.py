@@ -105,7 +105,7 @@ def test_every_declared_metric_is_reachable_and_documented() -> None:
             | {
                 "use_tis": True,
                 "tis": {"level": level, "batch_normalize": True},
-                "rs": {"criteria": ["token:ratio:0.7:1.4", "sequence_max:k2:0.5"], "max_staleness": 2},
+                "rs": {"criteria": ["token:ratio:0.7:1.4", "sequence_max:k2:0.5:share=0.1"], "max_staleness": 2},
                 "terms": {"rollout_kl_coef": 0.1},
             }
         )
