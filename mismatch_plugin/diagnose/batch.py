@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -14,9 +14,7 @@ from torch import Tensor
 from mismatch_plugin.data.arrays import Bools, Floats, Ints
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.diagnose.findings import FaultName, Finding, Item, LogProbSide, Side, place_of
-
-if TYPE_CHECKING:
-    from mismatch_plugin.diagnose.detectors.layers import Mix
+from mismatch_plugin.sglang.delivered import Delivered
 
 DEFAULT_MAX_STALENESS = 1
 FIELD: dict[LogProbSide, str] = {"rollout": "rollout_log_probs", "training": "train_log_probs"}
@@ -62,6 +60,21 @@ class Tokens:
         return Tokens(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
 
 
+class Between(Protocol):
+    """Models between the weights that the run began with and the present ones (`layers.Mix`).
+
+    parts: ways to divide the tensors that differ: name of a part → its parameters. delivered: what bfloat16 leaves of
+    the change from one to the other; None where nothing changed.
+    """
+
+    parts: tuple[dict[str, tuple[str, ...]], ...]
+    delivered: Delivered | None
+
+    def log_probs(self, sample: Sample, from_start: Collection[str]) -> Floats:
+        """[n] with these parameters from the start and all others from now."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """N samples in the order of the records file, `index` being their place, and what else the detectors may know.
@@ -78,7 +91,7 @@ class Batch:
     max_staleness: int = DEFAULT_MAX_STALENESS
     logits: Callable[[Sample], Tensor] | None = None
     from_checkpoint: bool = False
-    between: Mix | None = None
+    between: Between | None = None
     known_quantised: bool = False
 
     def __len__(self) -> int:

@@ -329,7 +329,8 @@ def _truncation_finding(
     drawn = f"{len(group)} of {len(batch)} samples were drawn with {filter_text(group[0].sampling)}"
     certain = kind == "recorded" or after_filters(group[0])
     about = {"statistics": statistics, "confidence": "certain" if certain else "likely"}
-    evidence, fix = f"{drawn}, by their records: {why}", TRUNCATION_FIXES[kind]
+    told = "by their records" if group[0].asked else "as nothing tells of one"
+    evidence, fix = f"{drawn}, {told}: {why}", TRUNCATION_FIXES[kind]
     return batch.finding("truncation", side, evidence, fix, group, **about)
 
 
