@@ -19,9 +19,9 @@ import torch
 from pydantic import BaseModel
 
 from mismatch_plugin.bisect.engines import Engine, Trainer
-from mismatch_plugin.bisect.taps import HEAD, Recorder, row_hashes, watched
 from mismatch_plugin.data.read import InputError
 from mismatch_plugin.sglang.fingerprints import digests, fingerprint
+from mismatch_plugin.sglang.modules import HEAD, Recorder, row_hashes, watched
 
 Condition = Literal["alone", "again", "batch", "chunked", "decode", "update"]
 Hashes = dict[str, list[str]]

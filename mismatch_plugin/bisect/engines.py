@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mismatch_plugin.bisect.taps import Capture, Tap, log_probs_of, unpack, watched
 from mismatch_plugin.data.read import InputError
 from mismatch_plugin.sglang.fingerprints import states_of
 from mismatch_plugin.sglang.http import RequestError, Retries, Server, shown
+from mismatch_plugin.sglang.modules import Capture, Tap, log_probs_of, unpack, watched
 from mismatch_plugin.sglang.replies import parse_prompt_log_probs
 
 KEY = "mismatch_taps"
@@ -28,7 +28,7 @@ class Trainer(NamedTuple):
     call: Callable[[Tensor], Tensor]
 
     def log_probs(self, ids: list[int], visit: Any = None) -> Tensor:
-        """[T - 1] float64 log-probs of all tokens but the first. visit: as `taps.watched` calls it."""
+        """[T - 1] float64 log-probs of all tokens but the first. visit: as `sglang.modules.watched` calls it."""
         with torch.no_grad(), watched(self.model, len(ids), visit or (lambda *_: None)):
             return log_probs_of(self.call(torch.tensor([ids]))[0], ids)
 

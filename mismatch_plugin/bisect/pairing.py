@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from mismatch_plugin.bisect.taps import Capture, Tap, Weights
 from mismatch_plugin.data.read import InputError
 from mismatch_plugin.sglang.fingerprints import place_of
+from mismatch_plugin.sglang.modules import Capture, Tap, Weights
 
 _MODULUS = 1 << 64
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from mismatch_plugin.bisect.engines import Trainer
 from mismatch_plugin.bisect.pairing import Pair, pair, reference
-from mismatch_plugin.bisect.taps import Capture, Routing, Tap, View, Which, record
 from mismatch_plugin.sglang.fingerprints import place_of
+from mismatch_plugin.sglang.modules import Capture, Routing, Tap, View, Which, record
 
 _ALLOWED, _ALLOWED_NARROW = 8.0, 1.5
 """Norm ratio in units of the dtype's epsilon that another order of additions explains in float32, and one more rounding

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.bisect.engines import Trainer
-from mismatch_plugin.bisect.taps import Which
+from mismatch_plugin.sglang.modules import Which
 
 Family = Literal["llama", "qwen3", "qwen3_moe"]
 FAMILIES: tuple[Family, ...] = get_args(Family)

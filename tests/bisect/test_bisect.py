@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mismatch_plugin.bisect.engines import Engine, Trainer
-from mismatch_plugin.bisect.taps import Capture, pack, record, unpack
 from mismatch_plugin.bisect.verdict import Verdict, bisect
 from mismatch_plugin.data.read import InputError
+from mismatch_plugin.sglang.modules import Capture, pack, record, unpack
 from tests.bisect.plants import FAMILIES, FAULTS, IDS, Family, tiny, trainer_of
 
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from mismatch_plugin.bisect.taps import HEAD, describe, row_hashes, unpack
+from mismatch_plugin.sglang.modules import HEAD, describe, row_hashes, unpack
 from mismatch_plugin.sglang.plugin.taps import KEY, Taps
 from tests.bisect.plants import IDS, tiny
 
@@ -78,6 +78,6 @@ def test_a_module_that_cannot_be_watched_does_not_stop_the_model(monkeypatch: py
     def broken(self: Any) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr("mismatch_plugin.bisect.taps.View.read", broken)
+    monkeypatch.setattr("mismatch_plugin.sglang.modules.View.read", broken)
     compute(taps, model, [mine], IDS, [48])
     assert "could not be watched" in (taps.reply(mine) or {})["error"] and isinstance(model, nn.Module)

@@ -1,7 +1,7 @@
 """What modules of the served model took and gave while it computed a request that asks for it.
 
 A request asks in `sampling_params.custom_params`: {"mismatch_taps": {"form": …, "modules": …}}, and its reply has
-`meta_info["mismatch_taps"]`. form: "values" (tensors, of `bisect.taps.pack`) or "hashes" (a hash of each
+`meta_info["mismatch_taps"]`. form: "values" (tensors, of `sglang.modules.pack`) or "hashes" (a hash of each
 token's row). modules: names of those that are sent, with a blank between; of the others names alone are.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mismatch_plugin.bisect.taps import Recorder, describe, pack, row_hashes, watched
+from mismatch_plugin.sglang.modules import Recorder, describe, pack, row_hashes, watched
 
 logger = logging.getLogger("mismatch_plugin")
 KEY = "mismatch_taps"
