@@ -218,7 +218,7 @@ EQUALITIES = (
     Equality(
         "M2PO",
         "AReaL",
-        "the same tokens, but for those within a bin (2.4 %) of its cut",
+        "the same tokens, but for those within a bin (2.3 %) of its cut",
         "core/test_budgets.py::test_m2po_keeps_what_areal_keeps",
         "AReaL sorts each micro-batch; here the step before gives the cut, and the first step rejects l² > 0.04",
     ),

@@ -45,7 +45,9 @@ FOLDERS = (
         "report",
         "hooks",
         "diagnose",
+        "bisect",
         "compare",
+        "explain",
         "launch",
     ),  # downwards only
 )

@@ -27,7 +27,7 @@ from tests.hooks.contracts.launch_trees import megatron_tree, ray_tree
 
 EVERY_PAGE = (*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "examples").rglob("*.md")))
 OURS = re.compile(r"(?<![\w-])--(?:use-tis|use-rollout-log-probs|(?:tis|rs|mismatch|rollout-log-prob)-[a-z][a-z0-9-]*)")
-THEIRS = {"--tis-clip", "--tis-clip-low", "--mismatch-host", "--mismatch-fused-head", "--rollout-log-prob-"}
+THEIRS = {"--mismatch-host", "--mismatch-fused-head"}
 
 
 class Block(NamedTuple):

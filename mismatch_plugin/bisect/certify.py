@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -88,12 +88,13 @@ def certify(engine: Served | InProcess, prompts: list[list[int]]) -> Certificate
         for run in runs:
             if (ids := tuple(run.ids)) not in alone:
                 alone[ids] = run if condition == "alone" else engine.alone([run.ids])[0]
+        taps = {tap: "".join(one for run in runs for one in run.hashes[tap]).encode() for tap in runs[0].hashes}
         results.append(
             Result(
                 condition=condition,
                 differs=_first(runs, [alone[tuple(run.ids)] for run in runs]),
                 ids=[run.ids for run in runs],
-                taps={tap: _hash(one for run in runs for one in run.hashes[tap]) for tap in runs[0].hashes},
+                taps={tap: hashlib.blake2b(rows, digest_size=8).hexdigest() for tap, rows in taps.items()},
                 tokens=[run.hashes[LOGITS] for run in runs],
             )
         )
@@ -165,10 +166,6 @@ def _first(runs: Sequence[Run], alone: Sequence[Run]) -> Place | None:
                     logits = any(r.hashes[LOGITS] != b.hashes[LOGITS] for r, b in zip(runs, alone, strict=True))
                     return Place(sequence=number, token=token, tap=tap, logits=logits)
     return None
-
-
-def _hash(parts: Iterable[str]) -> str:
-    return hashlib.blake2b("".join(parts).encode(), digest_size=8).hexdigest()
 
 
 class Served:

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from mismatch_plugin.data.read import InputError
 from mismatch_plugin.sglang.fingerprints import states_of
 from mismatch_plugin.sglang.http import RequestError, Retries, Server, shown
-from mismatch_plugin.sglang.modules import Capture, Tap, log_probs_of, unpack, watched
+from mismatch_plugin.sglang.modules import TAPS_KEY, Capture, Tap, log_probs_of, unpack, watched
 from mismatch_plugin.sglang.replies import parse_prompt_log_probs
 
-KEY = "mismatch_taps"
 _TOKENS = 1024
 """Of all modules in one reply: of a width of 16,384 in bfloat16 these are 64 MB with what base64 adds."""
 
@@ -98,13 +97,13 @@ class Engine:
         sampling = {"temperature": 1.0, "top_k": 1, "max_new_tokens": new_tokens, "ignore_eos": True}
         body = {
             "input_ids": sequences,
-            "sampling_params": {**sampling, "custom_params": {KEY: {"form": "values", **taps}}},
+            "sampling_params": {**sampling, "custom_params": {TAPS_KEY: {"form": "values", **taps}}},
             "return_logprob": True,
             "logprob_start_len": 0,
         }
         found = []
         for answer in self._ask("POST", "/generate", body):
-            told = (answer.get("meta_info") or {}).get(KEY)
+            told = (answer.get("meta_info") or {}).get(TAPS_KEY)
             if not told:
                 raise InputError(f"{self._name} tells nothing of its modules: the plugin there is too old, or off.")
             if "error" in told[0]:

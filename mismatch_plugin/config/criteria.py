@@ -175,6 +175,10 @@ def parse_criterion(value: Any) -> Any:
         if name not in BUDGETS:
             raise unknown(f"the budget of rs criterion {value!r},", name, BUDGETS)
         fields[BUDGETS[name]] = number(limit, f"the {name} of rs criterion {value!r}")
+        if name == "share" and not 0 < fields[BUDGETS[name]] < 1:
+            raise ValueError(
+                f"the share of rs criterion {value!r} is {limit}: give one between 0 and 1 (0.25 for 25 %)."
+            )
     limits = [number(limit, f"a bound of rs criterion {value!r}") for limit in parts[2:]]
     return fields | dict(zip(("upper_bound", "lower_bound"), reversed(limits), strict=False))
 

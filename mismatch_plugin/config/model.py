@@ -6,6 +6,7 @@ import os
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,9 @@ class MismatchConfig(Settings):
         if self.weighted:
             pairs = [(tis.lower, tis.upper), *([tis.positive] if tis.differs_by_sign else [])]
             said = [f"[{low:g}, {high:g}]" if tis.mode != "truncate" else f"at most {high:g}" for low, high in pairs]
-            bounds = ", where A ≥ 0 ".join(said) if tis.mode != "gamma" else "by the sign of A"
+            bounds = ", where A ≥ 0 ".join(said)
+            if tis.mode == "gamma":
+                bounds = "ρ^k e^(λ(1 − ρ)) with (k, λ) = (2, 3) where A ≥ 0, else (3, 2)"
             bounds += f" to the power n^{tis.bound_growth:g}, n = tokens of the product" if tis.bound_growth else ""
             scope = f", normalised over {tis.batch_normalize_scope}" if tis.batch_normalize else ""
             tried = " (dry run: computed, not applied)" if self.dry_run else ""
@@ -129,7 +132,8 @@ class MismatchConfig(Settings):
         else:
             lines.append("weights: none")
         rejections = [
-            f"{c.name} in [{c.lower_bound or 0:g}, {c.upper_bound:g}]" + f" (budget: {c.budget})" * bool(c.budget)
+            f"{c.name} in [{c.lower_bound or 0:g}, {c.upper_bound:g}]"
+            + f" (from the second step on {c.budget})" * bool(c.budget)
             for c in self.criteria
         ]
         if self.rs.veto_threshold is not None:
@@ -207,7 +211,10 @@ class MismatchConfig(Settings):
         except (Exception, SystemExit) as error:
             raise ValueError(f"{where}: {error}.") from None
         if unknown:
-            raise ValueError(f"{where}: {unknown[0]} is no flag of this package, leave it out.")
+            options = [option for action in parser._actions for option in action.option_strings]
+            near = get_close_matches(unknown[0], options, 1, 0.6)
+            advice = f"did you mean {near[0]}?" if near else "leave it out."
+            raise ValueError(f"{where}: {unknown[0]} is no flag of this package, {advice}")
         if getattr(known, "mismatch_explain_only", None):
             raise ValueError(f"{where}: --mismatch-explain-only is for a launch line, leave it out.")
         return cls.from_args(known)

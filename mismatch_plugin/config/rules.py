@@ -182,6 +182,11 @@ def outside_known_range(config: Settings) -> list[str]:
             f"objective gspo with ε {config.ppo.eps_clip_low:g} and {config.ppo.eps_clip_high:g} clips hardly "
             f"anything: {geometric} (the paper has 3e-4 and 4e-4)."
         )
+    if config.policy_objective == "gmpo" and min(config.ppo.eps_clip_low, config.ppo.eps_clip_high) < 0.4:
+        notes.append(
+            f"objective gmpo with ε {config.ppo.eps_clip_low:g} and {config.ppo.eps_clip_high:g} clips earlier than "
+            f"the paper, which has 0.4 for both: a host that owns ε (slime: --eps-clip 0.4) has to be told."
+        )
     if config.policy_objective == "cispo" and config.ppo.eps_clip_low < 1.0:
         notes.append(
             f"objective cispo with lower ε {config.ppo.eps_clip_low:g} also clips small ratios: the paper has no lower "

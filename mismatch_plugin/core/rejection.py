@@ -1,8 +1,8 @@
 """Rejection: what a criterion measures at each token, and which tokens and sequences it leaves.
 
-References: Schulman 2020, "Approximating KL divergence" (k1, k2, k3); arXiv 2602.04879 (tv, binary_kl); KPop 2026
-(binary_kl in both directions); arXiv 2512.23075 (maximum over the sequence); arXiv 2602.04879 (away);
-DeepSeek-V3.2, arXiv 2512.02556 (negative); arXiv 2510.01161 (M2PO: a budget on the mean).
+References: Schulman 2020, "Approximating KL divergence" (k1, k2, k3); arXiv 2602.04879 (tv, binary_kl, away);
+KPop 2026 (binary_kl in both directions); arXiv 2512.23075 (maximum over the sequence); DeepSeek-V3.2, arXiv 2512.02556
+(negative); arXiv 2510.01161 (M2PO: a budget on the mean).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class RejectionInputs:
     def outside(self, criterion: Criterion) -> Tensor:
         """[T] bool: response tokens that a token criterion judges and rejects."""
         values = self.values(criterion)
-        if criterion.name in self.thresholds:  # which is above 0, where padding is
+        if criterion.name in self.thresholds:  # above 0, where padding is; no lower bound, no condition (`Criterion`)
             return values > self.thresholds[criterion.name]
         outside = outside_bounds(values, *criterion.log_bounds, padding=self.tokens.padding)
         return _where_judged(criterion, outside, self.advantages, self.tokens.log_ratio)
@@ -245,12 +245,13 @@ BUDGET_BINS = 2048
 BUDGET_SCALE = 1e-8
 BUDGET_LAST = 1e12
 BUDGET_EDGE = math.asinh(BUDGET_LAST / BUDGET_SCALE)
-"""Bins of a statistic x ≥ 0 are equal in asinh(x / 1e-8): 2.3 % of x wide, up to 1e12; the last has what is beyond."""
+"""Bins of a statistic x ≥ 0 are equal in asinh(x / 1e-8): 2.3 % of x wide from 1e-7 to 1e12; the last has what is
+beyond."""
 
 
 def budget_histogram(values: Tensor, counted: Tensor) -> Tensor:
     """How many of a criterion's values lie in each bin, [2048] float64. counted: bool, which. Host syncs: none."""
-    place = values.double().div_(BUDGET_SCALE).asinh_().clamp_(0.0, BUDGET_EDGE)
+    place = values.double().div(BUDGET_SCALE).asinh_().clamp_(0.0, BUDGET_EDGE)
     return torch.histc(place.masked_fill_(counted.logical_not(), -1.0), BUDGET_BINS, 0.0, BUDGET_EDGE)
 
 
@@ -261,7 +262,7 @@ def budget_threshold(counts: Tensor, criterion: Criterion) -> Tensor:
     max_mean τ: the largest edge below which their mean is at most τ, each at the upper edge of its bin (M2PO); what
         is in the lowest bin always stays.
     counts: [2048] of `budget_histogram`, summed over the whole step, so that the bound is the same for every split.
-    inf where nothing is to be rejected. Host syncs: none.
+    inf where nothing is to be rejected; the criterion's own bound where nothing was counted. Host syncs: none.
     """
     places = torch.arange(1, BUDGET_BINS + 1, dtype=counts.dtype, device=counts.device)
     edges = places.mul_(BUDGET_EDGE / BUDGET_BINS).sinh_().mul_(BUDGET_SCALE)
@@ -274,4 +275,5 @@ def budget_threshold(counts: Tensor, criterion: Criterion) -> Tensor:
     else:
         fits = (counts * edges).cumsum(0) <= (criterion.max_mean or 0.0) * below
         threshold = open_ended.masked_fill(fits.logical_or_(below == counts).logical_not(), 0.0).amax()
-    return threshold.clamp(min=criterion.upper_bound)
+    threshold = threshold.clamp(min=criterion.upper_bound)
+    return torch.where(below[-1] > 0, threshold, criterion.log_bounds[1])

@@ -58,7 +58,7 @@ def inspect(
     ] = None,
     host: Annotated[
         str | None,
-        _settings(help="Whose flags: slime, miles, megatron-lm, verl, nemo-rl, python. Default: the dump's trainer."),
+        _settings(help="Whose flags: a trainer, such as slime or trl, or python. Default: the dump's trainer."),
     ] = None,
     engine: Annotated[Precision | None, _dump(help="Precision of the rollout engine, for what is normal.")] = None,
     trainer: Annotated[Precision | None, _dump(help="Precision of the trainer, for what is normal.")] = None,
@@ -106,8 +106,9 @@ def inspect(
 
     Exit status: 0 nothing wrong; 1 a fault was found, or the gate failed (of
     a run's metrics: broken numbers, a shift of all tokens, a mismatch that has
-    grown 100 times, a correction that does not hold); 2 cannot read; 3 not decided: too few tokens, or no
-    training side to compare with; 4 stopped before the end (memory, stdout, an error of ours).
+    grown 100 times, a correction that does not hold); 2 cannot read; 3 not
+    decided: too few tokens, or no training side to compare with; 4 stopped
+    before the end (memory, stdout, an error of ours).
     """
     from mismatch_plugin.data.read import InputError
     from mismatch_plugin.diagnose.flags import HOSTS

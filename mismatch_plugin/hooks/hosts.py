@@ -5,7 +5,7 @@ from __future__ import annotations
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.compat.verl import SPELLED
 from mismatch_plugin.config.values import unknown
-from mismatch_plugin.hooks.base import Host, Lack, Scope
+from mismatch_plugin.hooks.base import Host, Lack
 
 _APPLY = "mismatch-plugin patch apply --host {} --root DIR"
 _OWN_LOG_PROBS = Lack("it computes log-probs itself")
@@ -17,10 +17,6 @@ _MIS = (
     *("rollout_ppl", "rollout_log_ppl", "chi2_token", "chi2_seq"),
 )
 """Metrics of mis.py, of slime and miles, that have our names."""
-
-
-def _slime_patch(config: MismatchConfig) -> str:
-    return "rs.max_staleness" if config.rs.max_staleness is not None else ""
 
 
 SLIME = Host(
@@ -51,7 +47,7 @@ SLIME = Host(
     reads=(("slime.utils.arguments", "parse_args"),),
     starters=("slime.utils.external_utils.command_utils",),
     hands_on="among the arguments that the script hands on",
-    needs_patch=_slime_patch,
+    needs_patch=lambda config: "rs.max_staleness" if config.rs.max_staleness is not None else "",
     dumps=("slime", "slime_train"),
     metrics={
         "train_rollout_logprob_abs_diff": "log_ratio_abs_mean",
@@ -151,10 +147,6 @@ def _on_driver(config: MismatchConfig) -> bool:
     return not config.use_rollout_log_probs
 
 
-def _verl_scope(config: MismatchConfig) -> Scope:
-    return "rollout_batch" if _on_driver(config) else "micro_batch"
-
-
 VERL = Host(
     name="verl",
     title="verl",
@@ -198,7 +190,7 @@ VERL = Host(
         "budgets": _NO_STATE,
         "updates": _UNWATCHED,
     },
-    scope=_verl_scope,
+    scope=lambda config: "rollout_batch" if _on_driver(config) else "micro_batch",
     block="mismatch",
     denominator="verl's `loss_agg_mode`",
     launch="mismatch_plugin.hooks.verl.launch",
@@ -213,10 +205,6 @@ VERL = Host(
         "training/rollout_actor_probs_pearson_corr": "rollout_actor_probs_pearson_corr",
     },
 )
-
-
-def _micro_batch(config: MismatchConfig) -> Scope:
-    return "micro_batch"
 
 
 NEMO_RL = Host(
@@ -248,7 +236,7 @@ NEMO_RL = Host(
         "budgets": _NO_STATE,
         "updates": _UNWATCHED,
     },
-    scope=_micro_batch,
+    scope=lambda config: "micro_batch",
     block="mismatch",
     denominator="NeMo-RL's",
     launch="mismatch_plugin.hooks.nemo_rl.adapter",

@@ -25,15 +25,15 @@ from mismatch_plugin.parallel.agreement import NO_MICRO_BATCH, StepKind, setting
 from mismatch_plugin.parallel.groups import ParallelGroups
 
 
-def deferred_with(others: Sequence[str], fix: str = "") -> str:
+def deferred_with(others: Sequence[str]) -> str:
     """Why a mean weight that is known at the step's end only cannot be had next to other sources of gradient; "" where
-    there are none. fix: the host's own way to switch them off."""
+    there are none."""
     if not others:
         return ""
     return (
         f"batch normalisation over the step divides all gradients by the mean weight at its end, so the policy term "
         f"must be their only source, but there is also: {'; '.join(others)}. Choose --tis-batch-normalize-scope "
-        f"micro_batch, or switch them off{fix}."
+        f"micro_batch, or switch them off."
     )
 
 

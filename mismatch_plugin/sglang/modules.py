@@ -26,6 +26,8 @@ from mismatch_plugin.sglang.fingerprints import digests
 
 Which = Literal["input", "routing", "output"]
 Tap = tuple[str, Which]
+TAPS_KEY = "mismatch_taps"
+"""Where a request asks for values, and where a reply has them in `meta_info`."""
 HEAD = "lm_head"
 """The name of what makes logits inside SGLang, where no module's forward does."""
 ATTENTION = ".attention"

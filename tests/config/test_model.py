@@ -136,6 +136,15 @@ def test_a_clip_of_gspo_as_wide_as_ppo_s_warns(high: float | None, notes: list[s
     assert [str(warning.message)[:42] for warning in caught] == notes
 
 
+@pytest.mark.parametrize(("low", "notes"), [(0.4, []), (0.2, ["objective gmpo with ε 0.2 and 0.4 clips earl"])])
+def test_a_clip_of_gmpo_as_narrow_as_ppo_s_warns(low: float, notes: list[str]) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        clip = mp.PPOClip(eps_clip_low=low, eps_clip_high=0.4)
+        mp.MismatchConfig(objective="gmpo", aggregation="seq-mean-token-mean", ppo=clip)
+    assert [str(warning.message)[:44] for warning in caught] == notes
+
+
 @pytest.mark.parametrize("objective", ["gspo", "ppo"])
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
 def test_an_aggregation_that_is_not_gspo_s_warns(objective: str, aggregation: str) -> None:

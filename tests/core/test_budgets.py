@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -143,6 +144,23 @@ def test_a_budget_only_ever_keeps_more(criterion: str, settings: dict[str, objec
     assert thresholds is not None and float(thresholds["token_k2"]) >= config.criteria[0].upper_bound  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("budget", ["share=0.1", "mean=0.1"])
+def test_a_step_without_tokens_leaves_the_bound_as_written(budget: str) -> None:
+    packed = dataclasses.replace(full := batch(3), loss_mask=torch.zeros_like(full.loss_mask))
+    thresholds = mp.correct(packed, judged(f"token:k2:0.05:{budget}")).statistics.thresholds()
+    assert float(thresholds["token_k2"]) == 0.05
+
+
+def test_a_budget_changes_no_other_figure() -> None:
+    """Its histogram counts what others read, too."""
+    with_budget, without = (
+        mp.correct(batch(4), judged(f"sequence_sum:k2:0.5{budget}", metrics="full")) for budget in (":share=0.1", "")
+    )
+    assert torch.equal(with_budget.sums_N["k2"], without.sums_N["k2"])
+    ours, theirs = with_budget.statistics.metrics(), without.statistics.metrics()
+    assert ours.items() >= theirs.items() and len(ours) == len(theirs) + 1
+
+
 def test_of_the_current_policy() -> None:
     """Under rs.policy current the histogram is of what is judged."""
     packed = batch(5)
@@ -163,7 +181,7 @@ def test_of_the_current_policy() -> None:
         ({"rs": {"criteria": ["token:k2:0.1:1:share=0.1"]}}, "raises the upper bound alone: leave the lower one out"),
         ({"rs": {"criteria": ["token:k2:1:mean=0.1@negative"]}}, "counts all units: leave the condition out"),
         ({"rs": {"criteria": ["token:k2:1:shares=0.1"]}}, "'shares' is unknown: did you mean share"),
-        ({"rs": {"criteria": ["token:k2:1:share=1"]}}, "should be less than 1"),
+        ({"rs": {"criteria": ["token:k2:1:share=25"]}}, "is 25: give one between 0 and 1 (0.25 for 25 %)"),
         ({"rs": {"criteria": ["token:k2:1:mean=0"]}}, "should be greater than 0"),
         ({"rs": {"criteria": ["token:k2:share=0.1"]}}, "has no upper bound"),
         ({"rs": {"criteria": ["token:k2:1:share=0.1"], "group": "exclude"}}, "the budget of token_k2 moves at every"),

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from mismatch_plugin.sglang.modules import HEAD, describe, row_hashes, unpack
-from mismatch_plugin.sglang.plugin.taps import KEY, Taps
+from mismatch_plugin.sglang.modules import HEAD, TAPS_KEY, describe, row_hashes, unpack
+from mismatch_plugin.sglang.plugin.taps import Taps
 from tests.bisect.plants import IDS, tiny
 
 NORM = "model.layers.1.input_layernorm"
 
 
 def request(**asked: str) -> Any:
-    return SimpleNamespace(sampling_params=SimpleNamespace(custom_params={KEY: asked} if asked else None))
+    return SimpleNamespace(sampling_params=SimpleNamespace(custom_params={TAPS_KEY: asked} if asked else None))
 
 
 def compute(taps: Taps, model: Any, reqs: list[Any], ids: list[int], rows: list[int] | None = None) -> None:

@@ -56,16 +56,17 @@ def _compare(sample: Sample) -> Agreement | None:
     earlier, later = rows[rows > 0], rows[rows < len(training) - 1]
     if not len(rows):
         return None
-    layers = _agree(rollout[rows], training[rows]).mean(axis=(0, 2))
+    layers = _agree(rollout[rows], training[rows]).mean(axis=0)
     before = _agree(rollout[earlier], training[earlier - 1]).mean() if len(earlier) else 0.0
     after = _agree(rollout[later], training[later + 1]).mean() if len(later) else 0.0
     filled = max(float(_twice(side[rows]).mean()) for side in (rollout, training))
     return Agreement(sample, layers, float(before), float(after), filled)
 
 
-def _agree(ours: Ints, theirs: Ints) -> Bools:
-    """[T, L, k] whether an expert of one side is among the other's."""
-    return (ours[..., :, None] == theirs[..., None, :]).any(axis=-1)
+def _agree(ours: Ints, theirs: Ints) -> Floats:
+    """[T, L] share of the experts that the other side has too: the smaller share, where an expert is there twice."""
+    same = ours[..., :, None] == theirs[..., None, :]
+    return np.minimum(same.any(axis=-1).mean(axis=-1), same.any(axis=-2).mean(axis=-1))
 
 
 def _twice(experts: Ints) -> Bools:

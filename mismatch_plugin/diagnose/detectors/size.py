@@ -27,8 +27,8 @@ from mismatch_plugin.diagnose.normal import (
     largest_published,
     size_class,
 )
+from mismatch_plugin.limits import SAFETY_BOUND
 
-CLAMP = 20.0
 OUTLIER_NATS, OUTLIER_TIMES = 0.3, 20.0
 """Few tokens far off: by so many nats, and so many times the median |gap| at their log-prob."""
 FEW_TOKENS, MIN_OUTLIERS, MAJORITY = 0.05, 6, 0.5
@@ -75,7 +75,7 @@ BY_HAND = (
 
 def k3(gap: Floats) -> Floats:
     """e^d − 1 − d, d clamped to ±20."""
-    clamped = np.clip(gap, -CLAMP, CLAMP)
+    clamped = np.clip(gap, -SAFETY_BOUND, SAFETY_BOUND)
     return np.expm1(clamped) - clamped
 
 
@@ -84,7 +84,7 @@ def mismatch(batch: Batch) -> Mismatch | None:
     tokens = batch.tokens
     if not len(tokens):
         return None
-    gap = np.clip(tokens.gap, -CLAMP, CLAMP)
+    gap = np.clip(tokens.gap, -SAFETY_BOUND, SAFETY_BOUND)
     absolute, ratio = np.abs(tokens.gap), np.exp(gap)
     p50, p90, p99 = (float(value) for value in np.quantile(absolute, [0.5, 0.9, 0.99]))
     varies = np.ptp(tokens.rollout) > 0 and np.ptp(tokens.training) > 0

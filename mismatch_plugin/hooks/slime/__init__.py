@@ -3,7 +3,7 @@
 | path argument | function | needed for |
 | --- | --- | --- |
 | `--custom-tis-function-path` | `tis_function` | algorithms 0 and 2, inside slime's own policy loss |
-| `--loss-type custom_loss --custom-loss-function-path` | `policy_loss` | all four; alone 3, and what `switches` names |
+| `--loss-type custom_loss --custom-loss-function-path` | `policy_loss` | all four; alone 3, what `why_our_loss` names |
 | `--rollout-data-postprocess-path` | `rollout_data_postprocess` | algorithm 2's mean weight before each step |
 | `--custom-megatron-before-train-step-hook-path` | `before_train_step` | step metrics, errors on all ranks together |
 | `--custom-megatron-init-path` | `init` | refusing wrong arguments before training starts; verified weight updates |

@@ -2,8 +2,8 @@
 
 Their losses are flat tensors of this rank's own tokens, reduced by a function of the host's that knows its
 denominators. A `RayAdapter` packs the samples, calls the correction, and hands the result back. A host is a subclass
-that says where its log-probs, process groups and tracker are; how data lie is in `batch`, what a step shares in `step`,
-what the arguments mean in `config`.
+that says where its log-probs, process groups and tracker are; how data lie is in `batch`, what a step shares in
+`hooks.megatron_step`, what the arguments mean in `config`.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ SENDERS = {
     },
 }
 """The host's updaters → the method that sends one bucket, [(name, tensor)], its first argument. Others write files."""
+_TRAIN_DUMPS = {"slime": "slime.observability.train_data_utils", "miles": "miles.utils.train_dump_utils"}
 _TIMEOUT = 60.0
 _NO_GROUP = 2**31
 _TURN_OFF = "--mismatch-verify-weights warn goes on after such an update, off makes no comparison."
@@ -107,9 +108,12 @@ class WeightUpdates:
         return own(updater, named_tensors, *args, **kwargs)
 
     def _verifying(self, own: Any, updater: Any, *args: Any, **kwargs: Any) -> Any:
+        """Collectives: one SUM of five numbers, and those of `_sends` and `_verdict` where updates are compared."""
         self.fingerprint = None
         group = import_module(f"{self.host}.utils.distributed_utils").get_gloo_group()
-        change = self._masters.changed(getattr(updater, "model", ())).cpu()
+        # What is offloaded may not be read: its memory is given back while the servers take the weights.
+        offloaded = getattr(getattr(updater, "args", None), "offload_train", False)
+        change = self._masters.changed(() if offloaded else getattr(updater, "model", ())).cpu()
         dist.all_reduce(change, group=group)
         if (delivered := of_sums(change)) is not None:
             self.metrics.update({f"{PREFIX}weight_update_{name}": value for name, value in delivered._asdict().items()})
@@ -154,9 +158,6 @@ class WeightUpdates:
                 raise WeightUpdateError(message)
             if first:
                 logger.warning("%s", message)
-
-
-_TRAIN_DUMPS = {"slime": "slime.observability.train_data_utils", "miles": "miles.utils.train_dump_utils"}
 
 
 def _not_comparable(args: Namespace) -> str:

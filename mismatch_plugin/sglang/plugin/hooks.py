@@ -11,8 +11,8 @@ import os
 from typing import Any
 
 from mismatch_plugin.data.served import META_KEY
+from mismatch_plugin.sglang.modules import TAPS_KEY
 from mismatch_plugin.sglang.plugin.state import ServerState
-from mismatch_plugin.sglang.plugin.taps import KEY as TAPS_KEY
 from mismatch_plugin.sglang.plugin.taps import Taps
 from mismatch_plugin.sglang.plugin.weights import all_ready
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from mismatch_plugin.sglang.modules import Recorder, describe, pack, row_hashes, watched
+from mismatch_plugin.sglang.modules import TAPS_KEY, Recorder, describe, pack, row_hashes, watched
 
 logger = logging.getLogger("mismatch_plugin")
-KEY = "mismatch_taps"
 _KEPT, _FORWARDS = "mismatch_plugin_taps", "mismatch_plugin_forwards"
 """Attributes of SGLang's requests: what was taken so far, or why nothing can be; of each forward pass, how many of its
 tokens were computed, and of how many requests."""
@@ -25,7 +24,7 @@ tokens were computed, and of how many requests."""
 def wanted(req: Any) -> dict[str, Any] | None:
     """What the request asks for; None of one that asks for nothing."""
     params = getattr(req.sampling_params, "custom_params", None)
-    told = params.get(KEY) if isinstance(params, dict) else None
+    told = params.get(TAPS_KEY) if isinstance(params, dict) else None
     return told if isinstance(told, dict) else None
 
 

@@ -79,6 +79,8 @@ def test_a_replay_that_does_not_replay_is_named_with_its_cause(name: str) -> Non
     sound = [sample(seed, routes(seed)) for seed in range(12)]
     assert replays(sound) == []
     assert replays([sample(seed, other_order(routes(seed))) for seed in range(12)]) == []  # a set of experts
+    mirrored = [sample(seed, routes(seed), change(routes(seed))) for seed in range(8, 12)]
+    assert [item.samples for item in replays([*sound[:8], *mirrored])] == [4]
     (finding,) = replays([*sound[:8], *(sample(seed, change(routes(seed))) for seed in range(8, 12))])
     assert says in finding.evidence, finding.evidence
     assert (finding.samples, finding.of_samples, finding.confidence) == (4, 12, "certain")

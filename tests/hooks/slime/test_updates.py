@@ -219,6 +219,10 @@ def test_steps_report_what_an_update_delivers_of_the_masters_change(run: Run, dt
     assert told["cosine"] == pytest.approx(cosine, abs=0.1)
     assert (told["cosine"] < 0.3) == (step < 1e-4)
     assert told["norm_ratio"] == pytest.approx(float(delivered.norm() / (master - before).norm()), abs=0.1)
+    run.updates.metrics.clear()
+    master.add_(1.0)
+    run.updater(model=[model], args=Namespace(offload_train=True)).update_weights({})
+    assert run.updates.metrics == {}  # its memory may be gone
 
 
 @pytest.mark.parametrize(
