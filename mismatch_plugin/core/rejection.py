@@ -275,5 +275,5 @@ def budget_threshold(counts: Tensor, criterion: Criterion) -> Tensor:
     else:
         fits = (counts * edges).cumsum(0) <= (criterion.max_mean or 0.0) * below
         threshold = open_ended.masked_fill(fits.logical_or_(below == counts).logical_not(), 0.0).amax()
-    threshold = threshold.clamp(min=criterion.upper_bound)
-    return torch.where(below[-1] > 0, threshold, criterion.log_bounds[1])
+    assert criterion.upper_bound is not None  # a budget has one (`Criterion`)
+    return torch.where(below[-1] > 0, threshold.clamp_(min=criterion.upper_bound), criterion.upper_bound)

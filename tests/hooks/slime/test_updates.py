@@ -199,6 +199,7 @@ def test_what_serves_is_what_was_sent(run: Run) -> None:
 @pytest.mark.parametrize(("dtype", "step"), [(torch.bfloat16, 1e-6), (torch.bfloat16, 1e-3), (torch.float32, 1e-6)])
 def test_steps_report_what_an_update_delivers_of_the_masters_change(run: Run, dtype: torch.dtype, step: float) -> None:
     """Of the matrices, whether or not a server has the plugin; a model that has no masters reports nothing."""
+    torch.manual_seed(0)
     model = torch.nn.Linear(400, 300).to(dtype)
     master = model.weight.detach().float()
     setattr(model.weight, "main_param", master if dtype == torch.bfloat16 else None)  # noqa: B010
