@@ -32,7 +32,10 @@ MAJORITY = 0.5
 
 PROMPT_FIX = "Make token ids once, with one tokenizer and chat template: send them (input_ids), and train on them."
 IDS_FIX = "Train on the ids that the server returned (output_ids): text that is encoded again gives other ids."
-SHIFT_FIX = "Pair the log-prob of token t with the logits before it: targets are tokens[1:] for logits[:-1]."
+SHIFT_FIX = (
+    "Pair the log-prob of token t with the logits before it: targets are tokens[1:] for logits[:-1]. Where the trainer "
+    "does that, the rollout's list lost an entry, or has one too many, at its start."
+)
 BOUNDARY_FIX = "Cut training log-probs at the number of prompt ids the server saw, minus one for the shift of targets."
 SWAP_FIX = "Match log-probs to samples by request or sample id after sorting and retries, never by order of arrival."
 LENGTH_FIX = "Give exactly one log-prob a response token: cut, continue and pad ids and log-probs together."
