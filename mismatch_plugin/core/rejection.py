@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy
 
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.core.segments import Column
+from mismatch_plugin.core.segments import Column, histogram
 from mismatch_plugin.core.tokens import Tokens, select_again
 from mismatch_plugin.core.weights import outside_bounds
 from mismatch_plugin.limits import SAFETY_BOUND
@@ -252,7 +252,7 @@ beyond."""
 def budget_histogram(values: Tensor, counted: Tensor) -> Tensor:
     """How many of a criterion's values lie in each bin, [2048] float64. counted: bool, which. Host syncs: none."""
     place = values.double().div(BUDGET_SCALE).asinh_().clamp_(0.0, BUDGET_EDGE)
-    return torch.histc(place.masked_fill_(counted.logical_not(), -1.0), BUDGET_BINS, 0.0, BUDGET_EDGE)
+    return histogram(place.masked_fill_(counted.logical_not(), -1.0), BUDGET_BINS, 0.0, BUDGET_EDGE)
 
 
 def budget_threshold(counts: Tensor, criterion: Criterion) -> Tensor:

@@ -20,6 +20,15 @@ class Column(NamedTuple):
     squares: str | None = None
 
 
+def histogram(values: Tensor, bins: int, low: float, high: float) -> Tensor:
+    """[bins] as torch.histc, which deterministic mode refuses on CUDA: there by index_add. No host sync."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return torch.histc(values, bins, low, high)
+    inside = (values >= low) & (values <= high)
+    place = values.sub(low).mul_(bins / (high - low)).clamp_(0, bins - 1).long()
+    return torch.zeros(bins, dtype=values.dtype, device=values.device).index_add_(0, place, inside.to(values.dtype))
+
+
 def segment_sum(values_T: Tensor, offsets: Tensor) -> Tensor:
     """Σ over each sequence: [T] → [N]. Two kernels, deterministic; an empty sequence gives 0.
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.core.host import on_host
+from mismatch_plugin.core.segments import histogram
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
@@ -113,7 +114,7 @@ def count_kinds(code_T: Tensor) -> Tensor:
     """How many tokens have each code: [T] → [len(KINDS)]. No host sync."""
     if on_host(code_T):  # the fastest there; elsewhere it is a host sync
         return torch.bincount(code_T, minlength=len(KINDS)).double()
-    return torch.histc(code_T.float(), bins=len(KINDS), min=-0.5, max=len(KINDS) - 0.5)
+    return histogram(code_T.float(), len(KINDS), -0.5, len(KINDS) - 0.5)
 
 
 def bucket(values: Tensor, edges: tuple[float, ...]) -> Tensor:

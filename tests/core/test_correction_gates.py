@@ -56,6 +56,20 @@ def test_kernels_at_basic() -> None:
     assert correction(64, **rejecting()).total <= 100
 
 
+def test_deterministic_mode_runs_nothing_that_it_refuses_on_cuda() -> None:
+    """Megatron's --deterministic-mode: torch's list has histc, bincount with weights, kthvalue and median."""
+    settings = {**rejecting("token:k2:0.02:mean=0.02"), "metrics": "full", "rollout_log_prob_policy": "neutral"}
+    usual = mp.correct(batch(8), mp.MismatchConfig(**settings)).statistics
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = correction(8, **settings)
+        same = mp.correct(batch(8), mp.MismatchConfig(**settings)).statistics
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not [name for name in found.kernels if name.startswith(("histc", "bincount", "kthvalue", "median"))]
+    assert same.metrics() == usual.metrics() and same.thresholds() == usual.thresholds()
+
+
 @pytest.mark.parametrize("criterion", FURTHER)
 def test_kernels_for_a_further_criterion(criterion: str) -> None:
     assert correction(64, **rejecting(criterion)).total <= 110

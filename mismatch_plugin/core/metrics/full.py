@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mismatch_plugin.core.segments import histogram
 from mismatch_plugin.core.validity import bucket
 from mismatch_plugin.limits import SAFETY_BOUND
 
@@ -87,7 +88,7 @@ def _histogram(log_ratio_T: Tensor, padding_T: Tensor) -> Tensor:
     edge = HISTOGRAM_EDGE * (1 - 1e-6)
     place = log_ratio_T.mul(1.0 / HISTOGRAM_SCALE).asinh_().clamp_(-edge, edge)
     place.masked_fill_(padding_T, 2 * HISTOGRAM_EDGE)  # outside the range: not counted
-    return torch.histc(place, HISTOGRAM_BINS, -HISTOGRAM_EDGE, HISTOGRAM_EDGE)
+    return histogram(place, HISTOGRAM_BINS, -HISTOGRAM_EDGE, HISTOGRAM_EDGE)
 
 
 def quantile(histogram: list[float], share: float) -> float:
