@@ -78,7 +78,7 @@ def register() -> None:
     # Importing the scheduler in other processes would cost them time and memory.
     if not _SWITCH[switch] or _SCHEDULER not in sys.modules:
         return
-    missing = [reason for target in TARGETS if (reason := _missing(target))]
+    missing = dict.fromkeys(reason for target in TARGETS if (reason := _missing(target)))  # several hooks may share one
     if missing:
         if re.search(r"(MainProcess|[-:]1)$", multiprocessing.current_process().name):  # one process says it for all
             logger.warning(
