@@ -15,10 +15,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from mismatch_plugin.data.read import InputError
-from mismatch_plugin.sglang.fingerprints import place_of
+from mismatch_plugin.sglang.fingerprints import MODULUS, place_of
 from mismatch_plugin.sglang.modules import Capture, Tap, Weights
-
-_MODULUS = 1 << 64
 
 
 class Pair(NamedTuple):
@@ -61,7 +59,7 @@ def _same_digest(server: Capture, trainer: Capture) -> list[Pair]:
     sums, starts = [0], defaultdict[int, list[int]](list)
     for index, name in enumerate(names):
         starts[sums[-1]].append(index)
-        sums.append((sums[-1] + _digest(trainer.modules[name])) % _MODULUS)
+        sums.append((sums[-1] + _digest(trainer.modules[name])) % MODULUS)
     found, used = list[Pair](), set[str]()
     for whole in _running(server):
         if whole not in server.modules:
@@ -69,7 +67,7 @@ def _same_digest(server: Capture, trainer: Capture) -> list[Pair]:
         runs = [
             tuple(names[start:end])
             for end in range(1, len(sums))
-            for start in starts[(sums[end] - _digest(server.modules[whole])) % _MODULUS]
+            for start in starts[(sums[end] - _digest(server.modules[whole])) % MODULUS]
             if start < end and used.isdisjoint(names[start:end])
         ]
         if runs:  # ones of norms are alike: the same place, else the first that runs
@@ -81,7 +79,7 @@ def _same_digest(server: Capture, trainer: Capture) -> list[Pair]:
 
 
 def _digest(weights: Weights) -> int:
-    return sum(weights.values()) % _MODULUS
+    return sum(weights.values()) % MODULUS
 
 
 def _same_place(server: Capture, trainer: Capture, found: Sequence[Pair]) -> list[Pair]:
@@ -106,7 +104,7 @@ def _why(name: str, whole: Weights, parts: Mapping[str, Weights]) -> str:
             return f"the trainer's {part} has no {' and no '.join(lacking)}"
     if more := sorted({leaf for own in parts.values() for leaf in own} - whole.keys()):
         return f"the server's {name} has no {' and no '.join(more)}"
-    sums = {leaf: sum(own[leaf] for own in parts.values()) % _MODULUS for leaf in whole}
+    sums = {leaf: sum(own[leaf] for own in parts.values()) % MODULUS for leaf in whole}
     return f"other values in its {' and '.join(leaf for leaf, value in whole.items() if sums[leaf] != value)}"
 
 

@@ -17,6 +17,7 @@ from mismatch_plugin.config.fields import flag_names, plain_error, spell
 from mismatch_plugin.config.flags import add_arguments, given_flags
 from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.rules import contradictions, notes_on
+from mismatch_plugin.config.sections import GAMMA_WORDS
 from mismatch_plugin.config.settings import ALGORITHM_NAMES, Settings
 from mismatch_plugin.config.values import MismatchWarning, dotted_fields_set, merge, short_repr
 
@@ -124,7 +125,7 @@ class MismatchConfig(Settings):
             said = [f"[{low:g}, {high:g}]" if tis.mode != "truncate" else f"at most {high:g}" for low, high in pairs]
             bounds = ", where A ≥ 0 ".join(said)
             if tis.mode == "gamma":
-                bounds = "ρ^k e^(λ(1 − ρ)) with (k, λ) = (2, 3) where A ≥ 0, else (3, 2)"
+                bounds = f"ρ^k e^(λ(1 − ρ)) with (k, λ) = {GAMMA_WORDS}"
             bounds += f" to the power n^{tis.bound_growth:g}, n = tokens of the product" if tis.bound_growth else ""
             scope = f", normalised over {tis.batch_normalize_scope}" if tis.batch_normalize else ""
             tried = " (dry run: computed, not applied)" if self.dry_run else ""

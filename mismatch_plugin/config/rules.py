@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from pydantic import ValidationInfo
 
 from mismatch_plugin.config.fields import spell, value_and_default
+from mismatch_plugin.config.sections import EPS_CLIP
 from mismatch_plugin.config.settings import Settings
 from mismatch_plugin.config.units import PRODUCTS
-from mismatch_plugin.limits import MIN_EFFECTIVE_SAMPLE_SIZE, MIN_MEAN_WEIGHT, SAFETY_BOUND, USUAL_KL
+from mismatch_plugin.limits import GAMMA_POSITIVE, MIN_EFFECTIVE_SAMPLE_SIZE, MIN_MEAN_WEIGHT, SAFETY_BOUND, USUAL_KL
 
 
 def notes_on(config: Settings, info: ValidationInfo) -> list[str]:
@@ -182,10 +183,11 @@ def outside_known_range(config: Settings) -> list[str]:
             f"objective gspo with ε {config.ppo.eps_clip_low:g} and {config.ppo.eps_clip_high:g} clips hardly "
             f"anything: {geometric} (the paper has 3e-4 and 4e-4)."
         )
-    if config.policy_objective == "gmpo" and min(config.ppo.eps_clip_low, config.ppo.eps_clip_high) < 0.4:
+    usual = EPS_CLIP["gmpo"][0]
+    if config.policy_objective == "gmpo" and min(config.ppo.eps_clip_low, config.ppo.eps_clip_high) < usual:
         notes.append(
             f"objective gmpo with ε {config.ppo.eps_clip_low:g} and {config.ppo.eps_clip_high:g} clips earlier than "
-            f"the paper, which has 0.4 for both: a host that owns ε (slime: --eps-clip 0.4) has to be told."
+            f"the paper, which has {usual:g} for both: a host that owns ε (slime: --eps-clip {usual:g}) has to be told."
         )
     if config.policy_objective == "cispo" and config.ppo.eps_clip_low < 1.0:
         notes.append(
@@ -240,10 +242,10 @@ def truncated_product(config: Settings, length: int, kl: float = USUAL_KL) -> tu
     def moment(k: int, tokens: int) -> float:
         s, growth = min(tokens * kl, 300.0), tokens**tis.bound_growth  # e^600 is finite, and by then no weight is left
         if tis.mode == "gamma":
-            total = 0.0
+            total, (power, decay) = 0.0, GAMMA_POSITIVE
             for z in (step / 50.0 for step in range(-400, 401)):
                 log_ratio = -s + math.sqrt(2.0 * s) * z
-                log_weight = 3.0 + 2.0 * log_ratio - 3.0 * math.exp(min(log_ratio, SAFETY_BOUND))
+                log_weight = decay + power * log_ratio - decay * math.exp(min(log_ratio, SAFETY_BOUND))
                 total += math.exp(k * log_weight - z * z / 2.0)
             return total / (50.0 * math.sqrt(2.0 * math.pi))
         lower = tis.lower if tis.mode != "truncate" else 0.0

@@ -9,13 +9,16 @@ from pydantic import ConfigDict, ValidationInfo, model_validator
 
 from mismatch_plugin.config.fields import Section, described, spell
 from mismatch_plugin.config.units import LEVELS, UNITS, Level, Unit
-from mismatch_plugin.limits import SAFETY_BOUND, UPPER_BOUNDS
+from mismatch_plugin.limits import GAMMA_NEGATIVE, GAMMA_POSITIVE, SAFETY_BOUND, UPPER_BOUNDS
 
 Mode = Literal["truncate", "clip", "mask", "gamma"]
 Scope = Literal["auto", "step", "rollout_batch", "micro_batch"]
 KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 RolloutKlType = Literal["k2", "k3"]
 KlOn = Literal["all", "accepted"]
+
+
+GAMMA_WORDS = " where A ≥ 0, else ".join(f"({power:g}, {decay:g})" for power, decay in (GAMMA_POSITIVE, GAMMA_NEGATIVE))
 
 
 class ImportanceSampling(Section):
@@ -26,8 +29,8 @@ class ImportanceSampling(Section):
     mode: Mode = described(
         "truncate",
         "what happens to an aggregated ratio outside its bounds: truncate = min(ρ, hi), clip = min(max(ρ, lo), hi), "
-        "mask = rejected (weight 0, out of the loss), gamma = e^λ ρ^k e^(−λρ), which needs no bounds: (k, λ) is (2, 3) "
-        "where A ≥ 0, else (3, 2)",
+        "mask = rejected (weight 0, out of the loss), gamma = e^λ ρ^k e^(−λρ), which needs no bounds: (k, λ) is "
+        f"{GAMMA_WORDS}",
         slime="tis_mode",
         verl='rollout_is_threshold ("lo_hi" = mask)',
         source="Yao et al. 2025 (TIS); Liu & Li 2025 (MIS); arXiv 2510.18855 (IcePop); arXiv 2602.10693 (VESPO)",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.core.segments import bounded_exp
-from mismatch_plugin.limits import SAFETY_BOUND
+from mismatch_plugin.limits import GAMMA_NEGATIVE, GAMMA_POSITIVE, SAFETY_BOUND
 
 
 def grown(log_bound: float, scale_U: Tensor | None) -> Tensor | float:
@@ -77,17 +77,13 @@ def bound_weight(
     raise ValueError(f"mode {mode!r} is unknown: choose truncate, clip or mask.")
 
 
-GAMMA = ((2.0, 3.0), (3.0, 2.0))
-"""(k, λ) of mode gamma where A ≥ 0, and where A < 0."""
-
-
 def gamma_weight(log_ratio_U: Tensor, ratio_U: Tensor, positive_U: Tensor) -> Tensor:
     """e^λ ρ^k e^(−λρ), [U]: 1 at ρ = 1, largest at ρ = k/λ (1.21 where A ≥ 0, else 1.24), 0 far away on either side.
 
     ratio_U: `bounded_exp` of the log-ratio. positive_U: bool, A ≥ 0. Host syncs: none. Gradient: none.
     """
     log_ratio_U = log_ratio_U.clamp(-SAFETY_BOUND, SAFETY_BOUND)
-    exponents = [k * log_ratio_U + scale * (1.0 - ratio_U) for k, scale in GAMMA]
+    exponents = [k * log_ratio_U + scale * (1.0 - ratio_U) for k, scale in (GAMMA_POSITIVE, GAMMA_NEGATIVE)]
     return torch.where(positive_U, *exponents).exp_()
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-SAMPLED = 256
-"""Elements of each tensor that are compared."""
 
 
 class Delivered(NamedTuple):
@@ -44,36 +40,3 @@ def of_sums(total: Tensor) -> Delivered | None:
 def sampled(tensor: Tensor, most: int) -> Tensor:
     """At most 2 · `most` of its elements, evenly spread, flat."""
     return tensor.detach().reshape(-1)[:: max(1, tensor.numel() // most)]
-
-
-class MasterWeights:
-    """Some elements of the matrices' float32 masters (megatron's `main_param`), as they were after the last update."""
-
-    def __init__(self) -> None:
-        self._before: list[Tensor] = []
-
-    def changed(self, model: Sequence[Any]) -> Tensor:
-        """[5] `sums` of this rank since the last call; zeros the first time, and where there are no such masters.
-
-        model: megatron's chunks. A master that is sharded over data parallel ranks is compared on each for its part.
-        No collective, no host sync.
-        """
-        found = [*_masters(model)]
-        now = [sampled(master, SAMPLED).clone() for _, master in found]
-        before, self._before = self._before, now
-        total = torch.zeros(5, dtype=torch.float64)
-        if len(before) != len(now):
-            return total
-        for (dtype, master), old, new in zip(found, before, now, strict=True):
-            if len(new):
-                total = total.to(new.device) + sums(old, new, dtype, master.numel() / len(new))
-        return total
-
-
-def _masters(model: Sequence[Any]) -> Iterable[tuple[torch.dtype, Tensor]]:
-    """(dtype that is sent, float32 master) of each matrix that has one."""
-    for chunk in model:
-        for parameter in chunk.parameters():
-            master = getattr(parameter, "main_param", None)
-            if master is not None and parameter.dim() > 1 and master.dtype == torch.float32 != parameter.dtype:
-                yield parameter.dtype, master

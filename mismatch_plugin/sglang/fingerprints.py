@@ -29,7 +29,7 @@ from torch import Tensor
 from mismatch_plugin.data.served import META_KEY
 
 _A, _B = -7046029254386353131, -4417276706812531889  # odd: a change of any one element always shows
-_SHIFT, _MODULUS = 32, 1 << 64
+_SHIFT, MODULUS = 32, 1 << 64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = {"cpu": 1 << 15}  # elements: three temporaries of 8 bytes each, in a core's cache
 _CHUNK_ELSEWHERE = 1 << 22  # 100 MB of temporaries on a GPU, and few launches
@@ -70,7 +70,7 @@ def digests(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = Non
     values: list[int] = torch.stack([value.to(found[0].device) for value in found]).tolist()
     kinds = [dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype for _, tensor in named]
     return {
-        name: (value % _MODULUS, str(kind).removeprefix("torch."), tensor.dim())
+        name: (value % MODULUS, str(kind).removeprefix("torch."), tensor.dim())
         for (name, tensor), value, kind in zip(named, values, kinds, strict=True)
     }
 
@@ -80,7 +80,7 @@ def combined(ranks: Sequence[Mapping[str, Digest]]) -> dict[str, Digest]:
     found: dict[str, Digest] = {}
     for name in dict.fromkeys(name for rank in ranks for name in rank):
         parts = [rank[name] for rank in ranks if name in rank]
-        found[name] = (sum({value for value, _, _ in parts}) % _MODULUS, *parts[0][1:])
+        found[name] = (sum({value for value, _, _ in parts}) % MODULUS, *parts[0][1:])
     return found
 
 
@@ -137,7 +137,7 @@ def fingerprint(tensors: Mapping[str, Digest]) -> str:
         places[place_of(name)] += value
     if places.get("head") == places.get("embedding"):
         places.pop("head", None)
-    told = [f"{place} {value % _MODULUS:x}" for place, value in sorted(places.items()) if value % _MODULUS]
+    told = [f"{place} {value % MODULUS:x}" for place, value in sorted(places.items()) if value % MODULUS]
     return hashlib.blake2b("\n".join(told).encode(), digest_size=8).hexdigest()
 
 
@@ -301,7 +301,7 @@ def served_dtypes(named: Iterable[tuple[str, Tensor]], state: Mapping[str, Any])
 
 
 def _total(tensors: Mapping[str, Digest], names: Iterable[str]) -> int:
-    return sum(tensors[name][0] for name in names) % _MODULUS
+    return sum(tensors[name][0] for name in names) % MODULUS
 
 
 def _renamed(parts: Sequence[str], names: Sequence[str]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -196,12 +195,18 @@ def find_size(batch: Batch) -> Outcome:
     return [found] if found else [], batch
 
 
+def _versions_of_steps(batch: Batch) -> dict[tuple[int | None, str | None], set[str]]:
+    """(step, trainer's version) → labels of its samples."""
+    seen: dict[tuple[int | None, str | None], set[str]] = defaultdict(set)
+    for sample in batch:
+        seen[sample.step, sample.trainer_version].update(span.version for span in sample.weight_versions)
+    return seen
+
+
 def _of_newest(batch: Batch) -> Batch:
     """Without the tokens of older weights than others of their step by their labels: that explains their gap, and
     `mixed_versions` names it."""
-    seen: dict[Hashable, set[str]] = defaultdict(set)
-    for sample in batch:
-        seen[sample.step, sample.trainer_version].update(span.version for span in sample.weight_versions)
+    seen = _versions_of_steps(batch)
     masks: dict[int, dict[str, Bools]] = {}
     for sample in batch:
         versions = seen[sample.step, sample.trainer_version]
@@ -262,12 +267,8 @@ def _pattern(gaps: Gaps, chosen: Bools) -> str | None:
 
 def _even_noise(gaps: Gaps, level: Mismatch) -> Finding | None:
     """Noise of one size in all logits, larger than bf16 makes, that no label explains by older weights."""
-    of_step: dict[Hashable, set[str]] = defaultdict(set)
-    for sample in gaps.batch:
-        trainer = [] if sample.trainer_version is None else [sample.trainer_version]
-        seen = of_step[sample.step, sample.trainer_version]
-        seen.update(trainer, (span.version for span in sample.weight_versions))
-    told_old = any(len(versions) > 1 for versions in of_step.values())
+    of_steps = _versions_of_steps(gaps.batch)
+    told_old = any(len({*versions, trainer} - {None}) > 1 for (_, trainer), versions in of_steps.items())
     if level.k3_kl <= SMALL_K3 or not gaps.homogeneous or not gaps.even or told_old:
         return None
     typical, quantised = float(np.median(gaps.noise)), gaps.batch.quantised

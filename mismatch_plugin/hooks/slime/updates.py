@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -19,11 +19,12 @@ from urllib.request import ProxyHandler, build_opener
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mismatch_plugin.config.settings import VerifyWeights
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.hooks.base import wrap_once
-from mismatch_plugin.sglang.delivered import MasterWeights, of_sums
+from mismatch_plugin.sglang.delivered import of_sums, sampled, sums
 from mismatch_plugin.sglang.fingerprints import STAGES_S, SentWeights, WeightUpdateError, settled, states_of
 
 logger = logging.getLogger("mismatch_plugin")
@@ -41,9 +42,44 @@ SENDERS = {
 }
 """The host's updaters → the method that sends one bucket, [(name, tensor)], its first argument. Others write files."""
 _TRAIN_DUMPS = {"slime": "slime.observability.train_data_utils", "miles": "miles.utils.train_dump_utils"}
+_SAMPLED = 256
+"""Elements of each tensor that are compared."""
 _TIMEOUT = 60.0
 _NO_GROUP = 2**31
 _TURN_OFF = "--mismatch-verify-weights warn goes on after such an update, off makes no comparison."
+
+
+class MasterWeights:
+    """Some elements of the matrices' float32 masters (megatron's `main_param`), as they were after the last update."""
+
+    def __init__(self) -> None:
+        self._before: list[Tensor] = []
+
+    def changed(self, model: Sequence[Any]) -> Tensor:
+        """[5] `sums` of this rank since the last call; zeros the first time, and where there are no such masters.
+
+        model: megatron's chunks. A master that is sharded over data parallel ranks is compared on each for its part.
+        No collective, no host sync.
+        """
+        found = [*_masters(model)]
+        now = [sampled(master, _SAMPLED).clone() for _, master in found]
+        before, self._before = self._before, now
+        total = torch.zeros(5, dtype=torch.float64)
+        if len(before) != len(now):
+            return total
+        for (dtype, master), old, new in zip(found, before, now, strict=True):
+            if len(new):
+                total = total.to(new.device) + sums(old, new, dtype, master.numel() / len(new))
+        return total
+
+
+def _masters(model: Sequence[Any]) -> Iterator[tuple[torch.dtype, Tensor]]:
+    """(dtype that is sent, float32 master) of each matrix that has one."""
+    for chunk in model:
+        for parameter in chunk.parameters():
+            master = getattr(parameter, "main_param", None)
+            if master is not None and parameter.dim() > 1 and master.dtype == torch.float32 != parameter.dtype:
+                yield parameter.dtype, master
 
 
 @dataclass
