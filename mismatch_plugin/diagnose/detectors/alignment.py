@@ -234,12 +234,14 @@ def find_lengths(batch: Batch) -> Outcome:
     short = [sample for sample in batch if len(sample.rollout_log_probs) != len(sample)]
     uneven = [sample for sample in batch if _surplus(sample)]
     offsets = _offsets(uneven)
+    ends = _fits_by_its_end(short)
     changed: dict[int, dict[str, Any]] = defaultdict(dict)
     for sample in short:
-        changed[sample.index]["rollout_log_probs"] = shifted(sample.rollout_log_probs, 0, len(sample))
+        values = shifted(sample.rollout_log_probs, _surplus(sample, "rollout") if ends else 0, len(sample))
+        changed[sample.index]["rollout_log_probs"] = values
     for sample in uneven:
         changed[sample.index]["train_log_probs"] = shifted(sample.train_log_probs, offsets[sample.index], len(sample))
-    found = _length_findings(batch, short, "rollout")
+    found = _length_findings(batch, short, "rollout", ends=ends)
     if longer := [(sample, lag) for sample in uneven if (lag := offsets[sample.index])]:
         first = longer[0][0]
         prompt = len(first.prompt_ids)
@@ -252,6 +254,17 @@ def find_lengths(batch: Batch) -> Outcome:
 
 def _surplus(sample: Sample, side: LogProbSide = "training") -> int:
     return len(sample.values(side)) - len(sample)
+
+
+def _fits_by_its_end(samples: list[Sample]) -> bool:
+    """Rollout lists of another length fit far better so that they end where their responses do, all together."""
+    as_given, ended = ([distances(one) for one in of] for of in (samples, map(_by_its_end, samples)))
+    return bool(samples) and _clear(compare(pooled(as_given), pooled(ended)), MIN_TOKENS)
+
+
+def _by_its_end(sample: Sample) -> Sample:
+    values = shifted(sample.rollout_log_probs, _surplus(sample, "rollout"), len(sample))
+    return sample.with_fields(rollout_log_probs=values)
 
 
 def _offsets(samples: list[Sample]) -> dict[int, int]:
@@ -268,24 +281,29 @@ def _offsets(samples: list[Sample]) -> dict[int, int]:
     return offsets
 
 
-def _length_findings(batch: Batch, samples: list[Sample], side: LogProbSide) -> list[Item]:
-    """Of lists that start where the response does: one token that nobody sampled, or simply another length."""
+def _length_findings(batch: Batch, samples: list[Sample], side: LogProbSide, *, ends: bool = False) -> list[Item]:
+    """Of lists that start where the response does: one token that nobody sampled, or simply another length.
+
+    ends: they end where it does, so that entries lack, or are too many, at the start.
+    """
     found: list[Item] = []
     appended, what = (-1, "the server has log-probs for") if side == "rollout" else (1, "was sampled")
-    if extra := [sample for sample in samples if _surplus(sample, side) == appended]:
+    extra = [] if ends else [sample for sample in samples if _surplus(sample, side) == appended]
+    if extra:
         lists = (sample.response_ids if side == "rollout" else sample.trained_ids for sample in extra)
         ids = {int(tokens[-1]) for tokens in lists if tokens is not None and len(tokens)}
         named = f", id {ids.pop()} in all of them" if len(ids) == 1 else ""
         position = len(extra[0]) - (side == "rollout")
         found.append(eos_finding(batch, extra, position, f"the {side} side has one token more than {what}{named}"))
-    if wrong := [sample for sample in samples if _surplus(sample, side) != appended]:
+    if wrong := [sample for sample in samples if ends or _surplus(sample, side) != appended]:
         first, count = wrong[0], len(wrong[0].values(side))
         dropped = " (the last token, perhaps EOS, was dropped)" if count == len(first) - 1 else ""
+        dropped = " (they fit from the end on, so the start is wrong)" if ends else dropped
         evidence = (
             f"The {side} side's log-probs of {len(wrong)} of {len(batch)} samples are not as many as the response "
             f"tokens: {count} for {len(first)} in sample {first.index}{dropped}."
         )
-        place = place_of(first, min(count, len(first)))
+        place = place_of(first, 0 if ends else min(count, len(first)))
         found.append(batch.finding("length", side, evidence, LENGTH_FIX, wrong, first=place))
     return found
 

@@ -96,6 +96,7 @@ class Fit(NamedTuple):
             near = smallest * 0.93 <= expected <= largest * 1.07
             kind = name if near and recorded != 1.0 and (expected > 1) == (slope.size > 0) else kind
         bar, share = (MIN_SLOPE, SLOPE_SHARE) if kind == "other" else (MIN_SLOPE_EXPECTED, SLOPE_SHARE_EXPECTED)
+        share = SLOPE_SHARE if self.left > FAR_ABS_MEAN else share  # so much noise has another cause
         bar = max(bar, SLOPE_OVER_NOISE * self.noise)
         return kind if abs(slope.size) >= bar and abs(slope.z_score) >= SLOPE_Z_SCORE and slope.share >= share else None
 

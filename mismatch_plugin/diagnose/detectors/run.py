@@ -96,7 +96,8 @@ STAGES: tuple[tuple[Detector, ...], ...] = (
         Detector(numbers.find_scale, (
             Fault("sign", "losses in place of log-probs", "positive values"),
             Fault("probabilities", "probabilities in place of log-probs", "values in (0, 1]"),
-            Fault("log_base", "logs of base 2 or 10", "one factor between the sides, at every size", True),
+            Fault("log_base", "logs of base 2 or 10, or log-probs times a factor",
+                  "one factor between the sides, at every size", True),
         ), alone=True),
         Detector(numbers.find_numbers, (
             Fault("missing", "null in place of a log-prob", "the value"),
