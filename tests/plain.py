@@ -419,11 +419,11 @@ def budget_bounds(criterion: mp.Criterion, values: list[float]) -> tuple[float, 
         """How many of the smallest stay: the most whose mean is no more, at least one."""
         return max(n for n in range(1, len(values) + 1) if n == 1 or math.fsum(values[:n]) / n <= mean)
 
-    if criterion.max_share is not None:
-        stays = len(values) - math.floor(criterion.max_share * len(values) + 1e-9)
+    if criterion.share is not None:
+        stays = len(values) - math.floor(criterion.share * len(values) + 1e-9)
         return max(own, values[stays - 1]), max(own, values[stays - 1] * wide + least)
-    assert criterion.max_mean is not None
-    lowest, most = kept(criterion.max_mean / wide - least), kept(criterion.max_mean)
+    assert criterion.mean is not None
+    lowest, most = kept(criterion.mean / wide - least), kept(criterion.mean)
     after = values[most] if most < len(values) else math.inf
     return max(own, values[lowest - 1] / wide - least), max(own, after)
 

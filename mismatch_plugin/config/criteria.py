@@ -16,7 +16,7 @@ Condition = Literal["any", "negative", "away"]
 JudgedPolicy = Literal["auto", "current"]
 GroupPolicy = Literal["keep", "exclude", "drop"]
 
-BUDGETS = {"share": "max_share", "mean": "max_mean"}
+BUDGETS = ("share", "mean")
 _SPEC = (
     "AGGREGATE:STATISTIC[:LOWER]:UPPER[:BUDGET][@CONDITION], for example sequence_max:k2:0.5, token:tv:0.15@away, "
     "token:k2:0.02:mean=0.02 or sequence_mean:k3:0.01:share=0.1"
@@ -34,7 +34,7 @@ class Criterion(Frozen):
     negative: where A < 0; of a sequence, where its mean advantage over the loss mask is
     away: tokens that the step moves further from π_rollout: A > 0 and π > π_rollout, or A ≤ 0 and π < π_rollout
 
-    max_share, max_mean: a budget. From the second step on the upper bound is raised so far that in the step before it
+    share, mean: a budget. From the second step on the upper bound is raised so far that in the step before it
     would have rejected at most that share of the units, or no more than for the mean of the rest to reach that value.
     """
 
@@ -50,8 +50,8 @@ class Criterion(Frozen):
     )
 
     condition: Condition = "any"
-    max_share: float | None = described(None, "of all units, at most so many are rejected", gt=0.0, lt=1.0)
-    max_mean: float | None = described(
+    share: float | None = described(None, "of all units, at most so many are rejected", gt=0.0, lt=1.0)
+    mean: float | None = described(
         None, "the largest are rejected until the mean of the rest is no more", gt=0.0, allow_inf_nan=False
     )
 
@@ -79,7 +79,7 @@ class Criterion(Frozen):
     @property
     def budget(self) -> str:
         """As it is written behind the bounds: share=Q or mean=τ; "" without one."""
-        given = ((name, getattr(self, field)) for name, field in BUDGETS.items())
+        given = ((name, getattr(self, name)) for name in BUDGETS)
         return ":".join(f"{name}={value:.10g}" for name, value in given if value is not None)
 
     @property
@@ -144,7 +144,7 @@ class Criterion(Frozen):
                 f"aggregate token: choose that, or condition negative."
             )
         faults = {
-            "is one of share and mean: leave one out": self.max_share is not None and self.max_mean is not None,
+            "is one of share and mean: leave one out": self.share is not None and self.mean is not None,
             "raises one bound, and ratio has two: choose k2 or k3": self.in_log_space,
             "raises the upper bound alone: leave the lower one out": bool(self.lower_bound),
             "counts all units: leave the condition out": self.conditional,
@@ -174,8 +174,8 @@ def parse_criterion(value: Any) -> Any:
     for name, limit in budgets:
         if name not in BUDGETS:
             raise unknown(f"the budget of rs criterion {value!r},", name, BUDGETS)
-        fields[BUDGETS[name]] = number(limit, f"the {name} of rs criterion {value!r}")
-        if name == "share" and not 0 < fields[BUDGETS[name]] < 1:
+        fields[name] = number(limit, f"the {name} of rs criterion {value!r}")
+        if name == "share" and not 0 < fields[name] < 1:
             raise ValueError(
                 f"the share of rs criterion {value!r} is {limit}: give one between 0 and 1 (0.25 for 25 %)."
             )

@@ -164,7 +164,7 @@ def _opsm(given: Parameters) -> Settings:
 def _second_moment(given: Parameters) -> Settings:
     """M2PO's bound on the mean of l², which is twice k2."""
     half = number(given["second_moment"], "second_moment") / 2.0
-    return {"rs": {"criteria": ({"statistic": "k2", "upper_bound": half, "max_mean": half},)}}
+    return {"rs": {"criteria": ({"statistic": "k2", "upper_bound": half, "mean": half},)}}
 
 
 def _growing(given: Parameters) -> Settings:

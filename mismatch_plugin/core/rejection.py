@@ -258,8 +258,8 @@ def budget_histogram(values: Tensor, counted: Tensor) -> Tensor:
 def budget_threshold(counts: Tensor, criterion: Criterion) -> Tensor:
     """The upper bound of a criterion with a budget for the step after these counts: 0-d float64, never below its own.
 
-    max_share q: the smallest edge of a bin above which at most q of the units lie.
-    max_mean τ: the largest edge below which their mean is at most τ, each at the upper edge of its bin (M2PO); what
+    share q: the smallest edge of a bin above which at most q of the units lie.
+    mean τ: the largest edge below which their mean is at most τ, each at the upper edge of its bin (M2PO); what
         is in the lowest bin always stays.
     counts: [2048] of `budget_histogram`, summed over the whole step, so that the bound is the same for every split.
     inf where nothing is to be rejected; the criterion's own bound where nothing was counted. Host syncs: none.
@@ -269,11 +269,11 @@ def budget_threshold(counts: Tensor, criterion: Criterion) -> Tensor:
     below = counts.cumsum(0)
     open_ended = edges.clone()
     open_ended[-1] = math.inf
-    if criterion.max_share is not None:
-        fits = below >= (1.0 - criterion.max_share) * below[-1]
+    if criterion.share is not None:
+        fits = below >= (1.0 - criterion.share) * below[-1]
         threshold = open_ended.masked_fill(fits.logical_not(), math.inf).amin()
     else:
-        fits = (counts * edges).cumsum(0) <= (criterion.max_mean or 0.0) * below
+        fits = (counts * edges).cumsum(0) <= (criterion.mean or 0.0) * below
         threshold = open_ended.masked_fill(fits.logical_or_(below == counts).logical_not(), 0.0).amax()
     assert criterion.upper_bound is not None  # a budget has one (`Criterion`)
     return torch.where(below[-1] > 0, threshold.clamp_(min=criterion.upper_bound), criterion.upper_bound)

@@ -78,8 +78,8 @@ def test_the_threshold_is_that_of_sorting(aggregate: str, statistic: str, budget
         low, high = budget_bounds(config.criteria[0], values)
         threshold = float(statistics.thresholds()[name])
         assert low <= threshold <= high
-        if config.criteria[0].max_share is not None:
-            assert sum(value > threshold for value in values) <= config.criteria[0].max_share * len(values)
+        if config.criteria[0].share is not None:
+            assert sum(value > threshold for value in values) <= config.criteria[0].share * len(values)
 
 
 def _values(packed: mp.PackedSequences, aggregate: str, statistic: str) -> list[float]:
