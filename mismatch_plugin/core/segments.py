@@ -15,9 +15,13 @@ from mismatch_plugin.limits import SAFETY_BOUND
 class Column(NamedTuple):
     """[T] values to be summed over sequences, 0 at padding. `name` is the sum's, `squares` that of the squares' sum."""
 
-    name: str | None
+    name: str
     values_T: Tensor
     squares: str | None = None
+
+
+_TOGETHER = 2**18
+"""Tokens times columns that one reduction sums: 2 MiB in float64, all columns of 16,000 tokens."""
 
 
 def histogram(values: Tensor, bins: int, low: float, high: float) -> Tensor:
@@ -39,35 +43,54 @@ def segment_sum(values_T: Tensor, offsets: Tensor) -> Tensor:
 
 
 def segment_sums(columns: Iterable[Column], offsets: Tensor) -> tuple[list[str], Tensor]:
-    """Names and sums of every column: [K, N] float64. Each column is freed once it is summed.
-
-    As `segment_sum`, but widened, and squared, in one buffer for all columns: fresh memory is slow to touch.
-    """
+    """Names and sums of every column: [K, N] float64, as `segment_sum`, by one reduction for all that fit _TOGETHER."""
     names: list[str] = []
-    sums: list[Tensor] = []
-    buffer: Tensor | None = None
+    tables: list[Tensor] = []
+    waiting: list[Column] = []
     on_cpu = SequenceSums(offsets) if on_host(offsets) else None
 
-    def add(name: str, wide: Tensor) -> None:
-        names.append(name)
-        sums.append(torch.segment_reduce(wide, "sum", offsets=offsets, unsafe=True))
+    def sum_together() -> None:
+        found, table = _sums_together(waiting, offsets)
+        names.extend(found)
+        tables.append(table)
+        waiting.clear()
 
-    for name, values, squares in columns:
+    for column in columns:
+        name, values, squares = column
         if on_cpu is not None and on_host(values):
             plain, squared = on_cpu.add(values, squares is not None)
-            found = [(name, plain), (squares, squared)]
-            names += [each for each, _ in found if each is not None]
-            sums += [total for each, total in found if each is not None and total is not None]
+            names += [name] if squares is None else [name, squares]
+            tables.append(plain.unsqueeze(0) if squared is None else torch.stack([plain, squared]))
             continue
-        if buffer is None:
-            buffer = torch.empty_like(values, dtype=torch.float64)
-        wide = buffer.view(torch.float32)[: len(values)] if values.dtype == torch.bool else buffer
-        wide.copy_(values)
-        if name is not None:
-            add(name, wide)
-        if squares is not None:
-            add(squares, wide.square_())
-    return names, torch.stack(sums) if sums else offsets.new_empty((0, len(offsets) - 1), dtype=torch.float64)
+        waiting.append(column)
+        if len(waiting) * len(values) >= _TOGETHER:
+            sum_together()
+    if waiting:
+        sum_together()
+    if not tables:
+        return names, offsets.new_empty((0, len(offsets) - 1), dtype=torch.float64)
+    return names, tables[0] if len(tables) == 1 else torch.cat(tables)
+
+
+def _sums_together(columns: list[Column], offsets: Tensor) -> tuple[list[str], Tensor]:
+    """Names and sums [K, N] by one reduction over [K, T], which is summed as K · N sequences."""
+    columns = sorted(columns, key=lambda column: column.squares is None)
+    names: list[str] = []
+    rows: list[Tensor] = []
+    for dtype in dict.fromkeys(column.values_T.dtype for column in columns):
+        alike = [column for column in columns if column.values_T.dtype == dtype]
+        wide = torch.stack([column.values_T for column in alike]).double()
+        squares = [column.squares for column in alike if column.squares is not None]
+        names += [column.name for column in alike] + squares
+        rows += [wide, wide[: len(squares)].square()] if squares else [wide]
+    table = torch.cat(rows) if len(rows) > 1 else rows[0]
+    count, tokens = table.shape
+    begins = torch.arange(0, count * tokens, tokens, device=offsets.device) if tokens else offsets.new_zeros(count)
+    every = (
+        begins.unsqueeze(1) + offsets
+    ).flatten()  # an empty one between the last of a row and the first of the next
+    sums = torch.segment_reduce(table.flatten(), "sum", offsets=every, unsafe=True)
+    return names, sums.as_strided((count, len(offsets) - 1), (len(offsets), 1))
 
 
 def segment_max(values_T: Tensor, offsets: Tensor) -> Tensor:

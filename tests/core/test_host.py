@@ -14,7 +14,7 @@ from torch import Tensor
 
 import mismatch_plugin as mp
 from examples.benchmarks.counting import OperationCounter
-from mismatch_plugin.core import host, tokens
+from mismatch_plugin.core import host, segments, tokens
 from mismatch_plugin.core.segments import Column, segment_sums
 from mismatch_plugin.core.tokens import select_tokens
 from mismatch_plugin.core.validity import KINDS, classify
@@ -115,15 +115,20 @@ def test_sums_over_any_tiles(tile: int, dtype: torch.dtype, monkeypatch: pytest.
     values = (torch.randn(sum(lengths), generator=torch.Generator().manual_seed(0)) + 1000).to(dtype)
     values = values if dtype != torch.bool else torch.arange(len(values)) % 3 == 0
     offsets = torch.tensor([0, *lengths]).cumsum(0)
-    column = Column("sum", values, None if dtype == torch.bool else "squares")
-    names, sums = segment_sums([column, Column(None, values.double(), "again")], offsets)
-    assert names == ["sum", "again"] if dtype == torch.bool else ["sum", "squares", "again"]
+    columns = [
+        Column("sum", values, None if dtype == torch.bool else "squares"),
+        Column("twice", values.double(), "again"),
+    ]
     rows = [row.double().tolist() for row in values.split(lengths)]
     plain, squares = [math.fsum(row) for row in rows], [math.fsum(x * x for x in row) for row in rows]
-    for found, expected in zip(
-        sums.tolist(), [plain, squares] if len(names) == 2 else [plain, squares, squares], strict=True
-    ):
-        assert found == pytest.approx(expected, rel=1e-15)
+    expected = {"sum": plain, "squares": squares, "twice": plain, "again": squares}
+    for enabled in (True, False):  # as a device sums, all columns together or as many as the tile has room for
+        monkeypatch.setattr(host, "ENABLED", enabled)
+        monkeypatch.setattr(segments, "_TOGETHER", tile)
+        names, sums = segment_sums(columns, offsets)
+        assert {*names} == {*expected} - ({"squares"} if dtype == torch.bool else set())
+        for name, found in zip(names, sums.tolist(), strict=True):
+            assert found == pytest.approx(expected[name], rel=1e-15 if enabled else 1e-14)
 
 
 def test_sums_without_a_sequence_or_a_token() -> None:

@@ -85,7 +85,7 @@ def _verdict_columns(state: CorrectionState, masked_T: Tensor | None, rejected_T
         if rejected_T is not None:
             kept, weight = kept.masked_fill(rejected_T, 0.0), weight.masked_fill(rejected_T, 0.0)
         yield Column("weight", weight, "weight_squared")
-        yield Column(None, weight - kept, "weight_deviation")
+        yield Column("weight_minus_one", weight - kept, "weight_deviation")
     if masked_T is not None and masked_T is not rejected_T:
         yield Column("masked", masked_T)
     for name, outside in state.outside_T.items():
