@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -212,7 +212,8 @@ class MismatchConfig(Settings):
         except (Exception, SystemExit) as error:
             raise ValueError(f"{where}: {error}.") from None
         if unknown:
-            options = [option for action in parser._actions for option in action.option_strings]
+            listed = [action for action in parser._actions if action.help != SUPPRESS]
+            options = [option for action in listed for option in action.option_strings]
             near = get_close_matches(unknown[0], options, 1, 0.6)
             advice = f"did you mean {near[0]}?" if near else "leave it out."
             raise ValueError(f"{where}: {unknown[0]} is no flag of this package, {advice}")
