@@ -43,37 +43,35 @@ def segment_sum(values_T: Tensor, offsets: Tensor) -> Tensor:
 
 
 def segment_sums(columns: Iterable[Column], offsets: Tensor) -> tuple[list[str], Tensor]:
-    """Names and sums of every column: [K, N] float64, as `segment_sum`, by one reduction for all that fit _TOGETHER."""
+    """Names and sums of every column: [K, N] float64, as `segment_sum`, by one reduction for all that fit _TOGETHER.
+
+    Each column's sum and that of its squares, in the order of the columns: the same on ranks with other tokens.
+    """
     names: list[str] = []
-    tables: list[Tensor] = []
+    sums: dict[str, Tensor] = {}
     waiting: list[Column] = []
     on_cpu = SequenceSums(offsets) if on_host(offsets) else None
-
-    def sum_together() -> None:
-        found, table = _sums_together(waiting, offsets)
-        names.extend(found)
-        tables.append(table)
-        waiting.clear()
-
     for column in columns:
         name, values, squares = column
+        names += [name] if squares is None else [name, squares]
         if on_cpu is not None and on_host(values):
-            plain, squared = on_cpu.add(values, squares is not None)
-            names += [name] if squares is None else [name, squares]
-            tables.append(plain.unsqueeze(0) if squared is None else torch.stack([plain, squared]))
+            sums[name], squared = on_cpu.add(values, squares is not None)
+            if squares is not None and squared is not None:
+                sums[squares] = squared
             continue
         waiting.append(column)
         if len(waiting) * len(values) >= _TOGETHER:
-            sum_together()
+            sums |= _sums_together(waiting, offsets)
+            waiting.clear()
     if waiting:
-        sum_together()
-    if not tables:
+        sums |= _sums_together(waiting, offsets)
+    if not names:
         return names, offsets.new_empty((0, len(offsets) - 1), dtype=torch.float64)
-    return names, tables[0] if len(tables) == 1 else torch.cat(tables)
+    return names, torch.stack([sums[name] for name in names])
 
 
-def _sums_together(columns: list[Column], offsets: Tensor) -> tuple[list[str], Tensor]:
-    """Names and sums [K, N] by one reduction over [K, T], which is summed as K · N sequences."""
+def _sums_together(columns: list[Column], offsets: Tensor) -> dict[str, Tensor]:
+    """Name → [N], by one reduction over [K, T], which is summed as K · N sequences."""
     columns = sorted(columns, key=lambda column: column.squares is None)
     names: list[str] = []
     rows: list[Tensor] = []
@@ -90,7 +88,7 @@ def _sums_together(columns: list[Column], offsets: Tensor) -> tuple[list[str], T
         begins.unsqueeze(1) + offsets
     ).flatten()  # an empty one between the last of a row and the first of the next
     sums = torch.segment_reduce(table.flatten(), "sum", offsets=every, unsafe=True)
-    return names, sums.as_strided((count, len(offsets) - 1), (len(offsets), 1))
+    return dict(zip(names, sums.as_strided((count, len(offsets) - 1), (len(offsets), 1)).unbind(), strict=True))
 
 
 def segment_max(values_T: Tensor, offsets: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ def test_kernels_at_full(criteria: tuple[str, ...]) -> None:
 
 def test_metrics_off_costs_less() -> None:
     """No work for what is off."""
-    assert correction(64, **rejecting(), metrics="off").total <= 60
+    assert correction(64, **rejecting(), metrics="off").total <= 61
     assert correction(64, metrics="off").total <= 40
 
 
@@ -222,7 +222,7 @@ LOSSES: dict[str, tuple[dict[str, Any], int]] = {  # settings, kernels more than
     "reinforce": ({"objective": "reinforce"}, -32),
     "distance to the sampler": (PENALTY, 32),
 }
-PPO_KERNELS = {"off": (95, 95, 99), "basic": (160, 150, 178)}
+PPO_KERNELS = {"off": (96, 96, 100), "basic": (160, 150, 178)}
 """Of algorithms 0 to 2, forward and backward."""
 
 
