@@ -1,8 +1,9 @@
-"""`policy_loss` worked out by hand: aggregations, denominators, the clip, KL; all else in `test_loss_differential`."""
+"""`policy_loss` worked out by hand: aggregations, denominators, objectives, clips, KL; all else: the differential."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 
 import mismatch_plugin as mp
+from mismatch_plugin.core.loss import token_loss
+from mismatch_plugin.core.objectives import score_function_kl
+from tests.core.worked import config, logs
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 
@@ -17,16 +21,8 @@ NAN, INF = math.nan, math.inf
 LN2 = math.log(2)
 
 
-def config(**settings: Any) -> mp.MismatchConfig:
-    return mp.MismatchConfig.model_validate(settings)
-
-
-def logs(rows: list[list[float]]) -> list[Tensor]:
-    return [torch.tensor(row, dtype=torch.float64).log() for row in rows]
-
-
-def flat(rows: list[list[float]]) -> list[float]:
-    return [value for row in rows for value in row]
+def log(*probabilities: float) -> Tensor:
+    return logs([list(probabilities)])[0]
 
 
 def gradient(loss: Tensor, leaf: Tensor) -> list[float]:
@@ -35,7 +31,7 @@ def gradient(loss: Tensor, leaf: Tensor) -> list[float]:
 
 
 def close(expected: Any) -> Any:
-    return pytest.approx(expected, rel=1e-12, abs=1e-15)
+    return pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 # Algorithm 2. π_old / π_rollout: A 1, 3 · B .6, masked, .1 · C .2. π_θ = 1.1 π_old everywhere (inside the clip).
@@ -67,18 +63,9 @@ def test_aggregations_and_denominators(aggregation: str, denominator: str, lengt
         rollout_log_probs=logs(ROLLOUT), loss_masks=MASKS, old_log_probs=logs(OLD), advantages=ADVANTAGES
     )
     log_probs = (torch.cat(logs(OLD)) + math.log(1.1)).requires_grad_()
-    result = mp.policy_loss(
-        log_probs,
-        packed,
-        config(
-            use_tis=True,
-            rs=RS,
-            aggregation=aggregation,
-            denominator=denominator,
-            length_norm=length_norm,
-        ),
-    )
-    expected = flat([[share * value for value in row] for share, row in zip(shares, PER_TOKEN, strict=True)])
+    settings = {"aggregation": aggregation, "denominator": denominator, "length_norm": length_norm}
+    result = mp.policy_loss(log_probs, packed, config(use_tis=True, rs=RS, **settings))
+    expected = [share * value for share, row in zip(shares, PER_TOKEN, strict=True) for value in row]
     assert result.correction.keep.tolist() == [1, 1, 1, 0, 0, 0]
     assert result.denominator.dtype == torch.int64 and int(result.denominator) == count
     assert result.loss_sum.item() == close(sum(expected))
@@ -86,6 +73,23 @@ def test_aggregations_and_denominators(aggregation: str, denominator: str, lengt
     assert gradient(result.loss_sum, log_probs) == close(expected)
     assert gradient(result.loss, log_probs) == close([value / count for value in expected])
     assert result.statistics.metrics()["rollout_corr/pg_loss"] == close(loss)
+
+
+# Objectives -----------------------------------------------------------------------------------------------------------
+
+
+def outcome(
+    settings: mp.MismatchConfig, theta: Tensor, **fields: Any
+) -> tuple[list[float], list[float], dict[str, float]]:
+    """(loss of each token, gradient of their sum, metrics without their prefix) of one sequence."""
+    leaf = theta.clone().requires_grad_()
+    masks = fields.pop("loss_masks", [[1] * len(theta)])
+    rows: dict[str, Any] = {name: [torch.as_tensor(value, dtype=torch.float64)] for name, value in fields.items()}
+    packed = mp.PackedSequences.from_lists(loss_masks=masks, **rows)
+    token = token_loss(leaf, packed, settings)
+    metrics = mp.policy_loss(leaf, packed, settings).statistics.metrics()
+    short = {key.split("/")[1]: value for key, value in metrics.items()}
+    return token.policy.tolist(), gradient(token.policy.sum(), leaf), short
 
 
 E20 = math.exp(20)
@@ -103,21 +107,154 @@ CLIPS = [  # advantage, log r, loss without and with dual clip 3, gradient witho
 ]
 
 
-@pytest.mark.parametrize("dual", [False, True])
 @pytest.mark.parametrize("case", CLIPS, ids=str)
-def test_ppo_clip(case: tuple[float, ...], dual: bool) -> None:
-    advantage, log_r, loss, dual_loss, grad, dual_grad = case
-    ppo = {"eps_clip_low": 0.2, "eps_clip_high": 0.3} | ({"dual_clip": 3.0} if dual else {})
-    start = -31.0 if log_r > 0 else -1.0
+def test_ppo_clip(case: tuple[float, ...]) -> None:
+    advantage, log_r, *expected = case
+    old = -31.0 if log_r > 0 else -1.0
+    theta = torch.tensor([old + log_r], dtype=torch.float64)
+    for dual, loss, slope in zip(({}, {"dual_clip": 3.0}), expected[:2], expected[2:], strict=True):
+        settings = config(ppo={"eps_clip_low": 0.2, "eps_clip_high": 0.3, **dual})
+        losses, slopes, _ = outcome(settings, theta, old_log_probs=[old], advantages=[advantage])
+        assert (losses, slopes) == (close([loss]), close([slope]))
+
+
+# Three tokens and one under the mask, where both sides are NaN: r = 4, 1, 1/2, their geometric mean s = 2^(1/3) = 1.26.
+THETA = log(0.4, 0.3, NAN, 0.1)
+GIVEN: dict[str, Any] = {
+    "old_log_probs": log(0.1, 0.3, NAN, 0.2),
+    "advantages": [1.0, -1.0, NAN, 2.0],
+    "loss_masks": [[1, 1, 0, 1]],
+}
+S = 2.0 ** (1 / 3)
+
+
+def test_gspo() -> None:
+    """s is clipped at 1.2 where A > 0, and not where A < 0; the gradient of s_t is s at its own token."""
+    narrow = config(objective="gspo", ppo={"eps_clip_low": 0.2, "eps_clip_high": 0.2})
+    losses, slopes, metrics = outcome(narrow, THETA, **GIVEN)
+    assert losses == close([-1.2, S, 0, -2.4])
+    assert slopes == close([0, S, 0, 0])
+    assert (metrics["pg_clipfrac"], metrics["pg_clipfrac_high_side"]) == close((2 / 3, 2 / 3))
+    assert metrics["ppo_kl"] == close(-math.log(2) / 3)
+    losses, slopes, _ = outcome(narrow.replace(ppo={"eps_clip_high": 0.3}), THETA, **GIVEN)
+    assert losses == slopes == close([-S, S, 0, -2 * S])
+    # The dual clip, too, is on s: at most 1.1 where A < 0.
+    losses, slopes, metrics = outcome(narrow.replace(ppo={"dual_clip": 1.1}), THETA, **GIVEN)
+    assert losses[1] == close(1.1) and slopes[1] == 0 and metrics["pg_clipfrac_lower"] == close(1 / 3)
+
+
+def test_cispo() -> None:
+    """−sg(clip(r)) A log π_θ: what is clipped keeps its gradient, whatever A's sign."""
+    losses, slopes, metrics = outcome(config(objective="cispo"), THETA, **GIVEN)
+    assert slopes == close([-1.2, 1, 0, -2 * 0.5])
+    assert losses == close([-1.2 * math.log(0.4), math.log(0.3), 0, -math.log(0.1)])
+    assert metrics["pg_clipfrac"] == metrics["pg_clipfrac_high_side"] == close(1 / 3)
+    assert metrics["ppo_kl"] == close(-math.log(2) / 3) and metrics["pg_clipfrac_lower"] == 0
+    # With a lower bound r = 1/2 is clipped, and so is r = 4 where A < 0.
+    bounded = config(objective="cispo", ppo={"eps_clip_low": 0.2})
+    _, slopes, metrics = outcome(bounded, THETA, **GIVEN | {"advantages": [-1.0, -1.0, NAN, 2.0]})
+    assert slopes == close([1.2, 1, 0, -2 * 0.8])
+    assert (metrics["pg_clipfrac_high_side"], metrics["pg_clipfrac_low_side"]) == close((1 / 3, 1 / 3))
+
+
+def test_the_objectives_own_epsilons() -> None:
+    """gspo 3e-4 and 4e-4, cispo 1 (nothing is below) and 0.2."""
+    given = {"old_log_probs": log(0.5), "advantages": [1.0]}
+    for name, r, expected in (("gspo", 1.0003, 1.0003), ("gspo", 1.0005, 1.0004)):
+        assert outcome(config(objective=name), log(0.5 * r), **given)[0] == close([-expected])
+    for r, expected in ((1e-3, 1e-3), (1.3, 1.2)):
+        assert outcome(config(objective="cispo"), log(0.5 * r), **given)[1] == close([-expected])
+
+
+def test_sapo() -> None:
+    """The weight of ∇log π where PPO has none: r = 2, A = 1 and r = ½, A = −1; at r = 1 it is 1."""
+    sapo = mp.preset("sapo")
+    for r, advantage, expected in ((2.0, 1.0, 1.5729), (0.5, -1.0, 0.46707)):
+        given = {"old_log_probs": log(0.2), "advantages": [advantage]}
+        assert outcome(sapo, log(0.2 * r), **given)[1] == pytest.approx([-advantage * expected], rel=1e-4)
+        assert outcome(config(), log(0.2 * r), **given)[1] == [0.0]
+    for tau in (0.3, 3.0):
+        given = {"old_log_probs": log(0.2), "advantages": [1.0]}
+        losses, slopes, _ = outcome(sapo.replace(ppo={"tau_positive": tau}), log(0.2), **given)
+        assert (losses, slopes) == (close([-2.0 / tau]), close([-1.0]))
+    assert abs(outcome(sapo, log(0.9), old_log_probs=log(9e-7), advantages=[1.0])[1][0]) < 1e-300
+
+
+def test_gmpo() -> None:
+    """l = .1, .5, −.2 at ε .4: exp(mean) is e^(.3/3) where A = 1, e^(.4/3) where A = −1; what is clipped has no
+    gradient, each other token its own share."""
+    old = torch.full((3,), -1.5, dtype=torch.float64)
+    theta = old + torch.tensor([0.1, 0.5, -0.2])
+    losses, slopes, _ = outcome(mp.preset("gmpo"), theta, old_log_probs=old, advantages=[1.0] * 3)
+    assert losses == pytest.approx([-1.10517] * 3, rel=1e-5)
+    assert slopes == pytest.approx([-1.10517, 0.0, -1.10517], rel=1e-5)
+    losses, slopes, _ = outcome(mp.preset("gmpo"), theta, old_log_probs=old, advantages=[-1.0] * 3)
+    assert losses == slopes == pytest.approx([1.14263] * 3, rel=1e-5)
+
+
+def test_reinforce_under_weights_of_algorithm_2() -> None:
+    """−w A log π_θ, w = min(π_old/π_rollout, 2): here 2 and 0.5. Nothing is clipped, nothing is said of a clip."""
+    given = {"old_log_probs": log(0.8, 0.2), "rollout_log_probs": log(0.1, 0.4), "advantages": [1.0, -3.0]}
+    losses, slopes, metrics = outcome(config(use_tis=True, objective="reinforce"), log(0.9, 0.1), **given)
+    assert slopes == close([-2, 1.5])
+    assert losses == close([-2 * math.log(0.9), 1.5 * math.log(0.1)])
+    assert not {"pg_clipfrac", "ppo_kl"} & metrics.keys()
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "gmpo"])
+def test_beyond_the_safety_bound_nothing_is_infinite(name: str) -> None:
+    settings = config(objective=name, ppo={"eps_clip_high": INF, "eps_clip_low": 0.5})
+    given = {"old_log_probs": [-1000.0, -1.0], "advantages": [-1.0, -1.0]}
+    losses, slopes, metrics = outcome(settings, torch.tensor([-1.0, -1.0]), **given)
+    assert all(map(math.isfinite, [*losses, *slopes, *metrics.values()]))
+    assert abs(losses[0]) == pytest.approx(math.exp(20), rel=1e-5)
+
+
+# Weights by the sign of the advantage ---------------------------------------------------------------------------------
+
+
+def weights_of(settings: mp.MismatchConfig, ratios: list[float], advantages: list[float]) -> list[float]:
+    """Of responses of one token each, ρ = π_θ/π_rollout."""
+    rollout = torch.full((1,), -40.0).double()
     packed = mp.PackedSequences.from_lists(
-        loss_masks=[[1]], old_log_probs=[torch.tensor([start], dtype=torch.float64)], advantages=[[advantage]]
+        loss_masks=[[1]] * len(ratios), rollout_log_probs=[rollout] * len(ratios), advantages=advantages
     )
-    log_probs = torch.tensor([start + log_r], dtype=torch.float64, requires_grad=True)
-    result = mp.policy_loss(log_probs, packed, config(ppo=ppo))
-    assert result.loss.item() == pytest.approx(dual_loss if dual else loss, rel=1e-9)
-    assert gradient(result.loss, log_probs) == pytest.approx([dual_grad if dual else grad], rel=1e-9)
+    return mp.policy_loss(log(*ratios) - 40.0, packed, settings).correction.weights.tolist()
 
 
+def test_topr_and_gamma() -> None:
+    """topr: 1 where A ≥ 0, else at most 1. vespo's gamma at W = 2, ½, 1; bounded wherever W is, and 0 far away."""
+    ratios, advantages = [2.0, 0.5, 2.0, 0.5, 0.5], [1.0, 1.0, -1.0, -1.0, 0.0]
+    assert weights_of(mp.preset("topr"), ratios, advantages) == close([1, 1, 1, 0.5, 1])
+    assert weights_of(mp.preset("pg_is"), ratios, advantages) == close([2, 0.5, 2, 0.5, 0.5])
+    for ratio, expected in ((2.0, (0.19915, 1.08268)), (0.5, (1.12042, 0.33979)), (1.0, (1.0, 1.0))):
+        assert weights_of(mp.preset("vespo"), [ratio, ratio], [1.0, -1.0]) == pytest.approx(expected, rel=2e-5)
+    every = [2.0**power for power in range(-40, 41)]
+    for advantage in (1.0, -1.0):
+        found = weights_of(mp.preset("vespo"), every, [advantage] * len(every))
+        assert max(found) < 1.25 and found[0] < 1e-12 and found[-1] == 0.0
+
+
+@pytest.mark.parametrize("mode", ["clip", "mask"])
+@pytest.mark.parametrize("level", ["token", "turn", "sequence", "geometric", "prefix"])
+def test_the_sign_of_a_unit_is_that_of_its_summed_advantages(level: str, mode: str) -> None:
+    """Two tokens of ρ = 2, two turns: A = 1, −3 adds up to −2. Bounds are 1.1 to 3 where A ≥ 0, else 0.1 to 1.5."""
+    bounds = {"lower_bound": 0.1, "upper_bound": 1.5, "lower_bound_positive": 1.1, "upper_bound_positive": 3.0}
+    packed = mp.PackedSequences.from_lists(
+        loss_masks=[[1, 0, 1]], rollout_log_probs=[log(0.1, 0.1, 0.1)], old_log_probs=[log(0.2, 0.7, 0.2)],
+        advantages=[torch.tensor([1.0, NAN, -3.0])],
+    )  # fmt: skip
+    found = mp.correct(packed, config(use_tis=True, tis={"level": level, "mode": mode, **bounds}))
+    far = 1.5 if mode == "clip" else 0.0
+    first = far if level in ("sequence", "geometric") else 2.0
+    assert found.weights.tolist() == close([first, 0.0, far])
+    assert found.keep.tolist() == [float(first > 0), 0.0, float(far > 0)]
+    assert "rollout_corr/rollout_is_ratio_fraction_high" not in found.statistics.metrics()
+
+
+# Terms ----------------------------------------------------------------------------------------------------------------
+
+DIFFERENCES = [LN2, -LN2, -5.0, 30.0]
 KL = {  # kl_type: value and derivative by log π_θ at d = ln 2, −ln 2, −5, 30 (clamped to 20)
     "k1": [(LN2, 1), (-LN2, 1), (-5, 1), (20, 0)],
     "k2": [(LN2**2 / 2, LN2), (LN2**2 / 2, -LN2), (12.5, -5), (200, 0)],
@@ -126,7 +263,6 @@ KL = {  # kl_type: value and derivative by log π_θ at d = ln 2, −ln 2, −5,
     # the same, at most 10
     "low_var_kl": [(0.5 - 1 + LN2, 0.5), (2 - 1 - LN2, -1), (10, 0), (10, 0)],
 }
-DIFFERENCES = [LN2, -LN2, -5.0, 30.0]
 
 
 @pytest.mark.parametrize("kind", KL)
@@ -153,41 +289,95 @@ def test_importance_weighted_kl_takes_the_weight_and_no_rejection() -> None:
         advantages=[0.0, 0.0],
         ref_log_probs=logs([[0.4, 0.5], [0.1]]),
     )
-    result = mp.policy_loss(
-        current,
-        packed,
-        config(
-            use_rollout_log_probs=True,
-            use_tis=True,
-            rs={"criteria": ["token:ratio:0.5:5"]},
-            terms={"kl_coef": 1.0, "kl_type": "k1", "kl_importance_weighted": True},
-        ),
-    )
+    terms = {"kl_coef": 1.0, "kl_type": "k1", "kl_importance_weighted": True}
+    settings = config(use_rollout_log_probs=True, use_tis=True, rs={"criteria": ["token:ratio:0.5:5"]}, terms=terms)
+    result = mp.policy_loss(current, packed, settings)
     assert result.terms["kl"].item() == close(2 * LN2 - 0.1 * LN2)
     assert gradient(result.terms["kl"], current) == close([2, 1, 0.1])  # no gradient through the weight
 
 
+# d = log π_θ − log π_ref → the estimator and its derivative.
+ESTIMATORS = {
+    "k1": (lambda d: d, lambda d: 1.0),
+    "k2": (lambda d: d * d / 2, lambda d: d),
+    "k3": (lambda d: math.expm1(-d) + d, lambda d: 1.0 - math.exp(-d)),
+}
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("sampler", [None, -1.3])
+def test_the_gradient_passes_through_the_sampling_probability(kind: str, sampler: float | None) -> None:
+    value, slope = ESTIMATORS[kind]
+    log_p, ref = -0.9, torch.tensor([-1.4, -0.2, -3.9], dtype=torch.float64)  # the last is beyond the bound of 2
+    current = torch.full((3,), log_p, dtype=torch.float64, requires_grad=True)
+    drawn = current if sampler is None else torch.full_like(ref, sampler)
+    found = score_function_kl(current, drawn, ref, kind, 2.0, 10.0)
+    ratio = 1.0 if sampler is None else math.exp(log_p - sampler)
+    near = [log_p - r for r in ref.tolist()[:2]]
+    assert found.tolist() == close([ratio * value(d) for d in near] + [ratio * value(2.0)])
+    assert gradient(found.sum(), current) == close([ratio * (value(d) + slope(d)) for d in near] + [0.0])
+    clamped = score_function_kl(current, drawn, ref - 5.0, "k3", 20.0, 2.0)
+    assert gradient(clamped.sum(), current) == [0.0] * 3 and clamped.tolist() == [2.0] * 3
+
+
+# What goes in ---------------------------------------------------------------------------------------------------------
+
+
+def test_weights_made_elsewhere_are_not_read_where_nothing_trains() -> None:
+    packed = mp.PackedSequences.from_lists(loss_masks=[[1, 0]], old_log_probs=[[-1.0, -1.0]], advantages=[2.0])
+    log_probs = torch.tensor([-0.9, -0.9], requires_grad=True)
+    token = token_loss(log_probs, packed, config(use_tis=True), weights=torch.tensor([0.5, NAN]))
+    assert token.policy.tolist() == pytest.approx([-0.5 * 2.0 * math.exp(0.1), 0.0])
+    assert all(map(math.isfinite, gradient(token.policy.sum(), log_probs)))
+
+
+def test_what_the_loss_clips_is_seen_by_hosts() -> None:
+    """`TokenLoss.log_r` is what hosts report ratios of: s under gspo, none under reinforce."""
+    rows = {name: [torch.as_tensor(GIVEN[name], dtype=torch.float64)] for name in ("old_log_probs", "advantages")}
+    packed = mp.PackedSequences.from_lists(loss_masks=GIVEN["loss_masks"], **rows)
+    token = token_loss(THETA, packed, config(objective="gspo"))
+    assert token.log_r is not None and token.log_r.exp().tolist() == close([S, S, 1.0, S])
+    assert token_loss(THETA, packed, config(objective="reinforce")).log_r is None
+
+
 def test_missing_inputs_are_named() -> None:
     log_probs = torch.zeros(2)
-    packed = mp.PackedSequences.from_lists(
-        rollout_log_probs=[[-1.0, -1.0]], old_log_probs=[[-1.0, -1.0]], loss_masks=[[1, 1]], advantages=[1.0]
-    )
-    bare = mp.PackedSequences.from_lists(loss_masks=[[1, 1]], advantages=[1.0])
-    with pytest.raises(ValueError, match="rollout_log_probs is missing"):
-        mp.policy_loss(log_probs, bare, config(use_tis=True))
-    with pytest.raises(ValueError, match="advantages is missing"):
-        mp.policy_loss(log_probs, mp.PackedSequences.from_lists(loss_masks=[[1, 1]]), config())
-    with pytest.raises(ValueError, match="entropy is missing"):
-        mp.policy_loss(log_probs, packed, config(terms={"entropy_coef": 0.1}))
-    with pytest.raises(ValueError, match="ref_log_probs is missing"):
-        mp.policy_loss(log_probs, packed, config(terms={"kl_coef": 0.1}))
-    with pytest.raises(ValueError, match=r"log_probs has shape \(3,\)"):
-        mp.policy_loss(torch.zeros(3), packed, config())
+    rows = {"rollout_log_probs": [[-1.0, -1.0]], "old_log_probs": [[-1.0, -1.0]], "loss_masks": [[1, 1]]}
+    packed = mp.PackedSequences.from_lists(**rows, advantages=[1.0])
+    without = packed.replace(rollout_log_probs=None)
+    for batch, settings, said in (
+        (without, {"use_tis": True}, "rollout_log_probs is missing"),
+        (without, {"terms": {"rollout_kl_coef": 1.0}}, "rollout_log_probs is missing"),
+        (packed.replace(advantages=None), {}, "advantages is missing"),
+        (packed, {"terms": {"entropy_coef": 0.1}}, "entropy is missing"),
+        (packed, {"terms": {"kl_coef": 0.1}}, "ref_log_probs is missing"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            mp.policy_loss(log_probs, batch, config(**settings))
+    for settings, said in (
+        ({"use_tis": True, "tis": {"upper_bound_positive": 3.0}}, "advantages is missing: bounds for A ≥ 0 hangs on"),
+        ({"rs": {"criteria": ["token:k2:1@negative"]}}, "advantages is missing: criterion token_k2_negative hangs on"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            mp.correct(packed.replace(advantages=None), config(**settings))
     with pytest.raises(ValueError, match=r"old_log_probs is missing.*train_log_probs is its other spelling"):
-        mp.correct(mp.PackedSequences.from_lists(rollout_log_probs=[[-1.0]], loss_masks=[[1]]), config())
+        mp.correct(packed.replace(old_log_probs=None), config())
     for wrong in ("token_is", {"use_tis": True}, None):
         given: Any = wrong
         with pytest.raises(TypeError, match="pass a MismatchConfig, such as"):
             mp.policy_loss(log_probs, packed, given)
         with pytest.raises(TypeError, match=f"a {type(wrong).__name__}: pass a MismatchConfig"):
             mp.correct(packed, given)
+
+
+def test_without_old_log_probs_nothing_clips_and_that_is_said() -> None:
+    rows: dict[str, Any] = {"rollout_log_probs": [[-1.0]], "loss_masks": [[1]], "advantages": [1.0]}
+    packed, theta = mp.PackedSequences.from_lists(**rows), torch.tensor([-1.0])
+    for settings in ({}, {"use_tis": True}):
+        with pytest.warns(UserWarning, match="old_log_probs is missing, so π_old is π_θ and nothing clips:"):
+            mp.policy_loss(theta, packed, config(**settings))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for settings in ({"use_rollout_log_probs": True}, {"objective": "reinforce"}):
+            mp.policy_loss(theta, packed, config(**settings))
+        mp.policy_loss(theta, packed.replace(old_log_probs=theta), config())

@@ -1,0 +1,310 @@
+"""Methods of the papers against the peers' own functions: answers recorded by `tests/fixtures/*_peers.py`, and hosts'
+source where `MISMATCH_HOST_SRC` has it.
+
+Where ours differ: verl's DPPO adds 1e-8 inside its logarithms where the binary KL here keeps probabilities in
+[1e-6, 1 − 1e-6]. slime judges each token by its own advantage, and by default against π_old. TRL counts a NaN of the
+rollout as no divergence; here that is the policy `neutral`. slime's `compute_gspo_kl`, NeMo-RL's sequence-level ratios
+and GMPO of verl and TRL differentiate the sequence's mean: token k gets 1/n of the sum of what all its n tokens get
+here (verl's form, the paper's GSPO-token). So gradients are equal where advantage and weight are constant in a
+sequence; elsewhere theirs is the mean of ours. NeMo-RL's dual clip under `disable_ppo_ratio` compares c with log π_θ,
+which is no ratio: a dual clip next to objective reinforce is refused here.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mismatch_plugin as mp
+from mismatch_plugin.core.loss import token_loss
+from tests.core.worked import config, logs, of_log_ratios
+from tests.fixtures import method_peers, rejection_peers
+from tests.hooks.contracts import nemo_rl
+from tests.hooks.contracts.slime_source import function, host_root
+
+pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
+
+METHODS: list[dict[str, Any]] = json.loads(method_peers.DATA.read_text(encoding="utf-8"))
+RECORDED: dict[str, Any] = json.loads(rejection_peers.DATA.read_text(encoding="utf-8"))
+REJECTION: list[dict[str, Any]] = RECORDED["cases"]
+
+
+def padded(batch: dict[str, Tensor], advantages: str) -> tuple[Tensor, mp.PackedSequences]:
+    """log π_θ with gradient, and the batch; NaN where the mask is 0, which must not matter."""
+    away = batch["mask"] == 0
+    rollout, old, current = (batch[name].masked_fill(away, torch.nan) for name in ("rollout", "old", "current"))
+    each = batch[advantages]
+    packed = mp.PackedSequences.from_padded(
+        loss_masks=batch["mask"],
+        rollout_log_probs=rollout,
+        old_log_probs=old,
+        advantages=each if each.dim() == 1 else each.masked_fill(away, torch.nan),
+    )
+    return current.requires_grad_(), packed
+
+
+def answered(
+    settings: mp.MismatchConfig, batch: dict[str, Tensor], advantages: str, answer: dict[str, Any], rel: float
+) -> mp.PolicyLoss:
+    """Ours, whose loss and gradient are the recorded ones."""
+    log_probs, packed = padded(batch, advantages)
+    result = mp.policy_loss(log_probs, packed, settings)
+    (gradient,) = torch.autograd.grad(result.loss, log_probs)
+    assert float(result.loss.detach()) == pytest.approx(answer["loss"], rel=rel)
+    expected = torch.tensor(answer["gradient"], dtype=torch.float64)
+    torch.testing.assert_close(gradient, expected, rtol=10 * rel, atol=1e-9)
+    return result
+
+
+# Recorded -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(rejection_peers.BATCHES))
+def test_sapo_gmpo_and_gamma_are_verl_s_and_trl_s(number: int) -> None:
+    answers, batch, clip = METHODS[number], rejection_peers.make(number), method_peers.CLIP
+    taus = {"tau_positive": clip["tau_pos"], "tau_negative": clip["tau_neg"]}
+    sapo = mp.preset("sapo").replace(use_tis=True, tis={"upper_bound": 1.2}, ppo=taus)
+    metrics = answered(sapo, batch, "token_advantages", answers["sapo"], 1e-9).statistics.metrics()
+    clipped = [metrics["rollout_corr/pg_clipfrac"], metrics["rollout_corr/pg_clipfrac_lower"]]
+    assert clipped == answers["sapo"]["clipped"]
+    ppo = {"eps_clip_low": clip["clip_ratio_low"], "eps_clip_high": clip["clip_ratio_high"]}
+    result = answered(mp.preset("gmpo").replace(ppo=ppo), batch, "advantages", answers["geo_mean"], 1e-7)
+    # verl counts a ratio beyond either bound, whatever the side of A's sign; here what the clip changes.
+    assert 0 < result.statistics.metrics()["rollout_corr/pg_clipfrac"] < sum(answers["geo_mean"]["clipped"])
+    log_probs, packed = padded(batch, "advantages")
+    weights = mp.policy_loss(log_probs, packed, mp.preset("vespo")).correction.weights
+    rows = zip(packed.unpack(weights), packed.unpack(packed.loss_mask), strict=True)
+    assert [float(row[mask][0]) for row, mask in rows] == pytest.approx(answers["gamma"], rel=1e-9, abs=1e-11)
+
+
+@pytest.mark.parametrize("number", range(len(REJECTION)))
+def test_dppo_is_verl_s_and_opsm_trl_s_and_slime_s(number: int) -> None:
+    """opsm: their masks, and the loss and gradient of the clipped objective times them, over the original tokens."""
+    answers = REJECTION[number]["answers"]
+    batch = {name: torch.tensor(rows, dtype=torch.float64) for name, rows in REJECTION[number]["batch"].items()}
+    for name in ("dppo_tv", "dppo_kl"):
+        settings = mp.preset(name, threshold=RECORDED["delta"][name], is_threshold=20.0)
+        result = answered(settings, batch, "token_advantages", answers[name], 1e-6)
+        rejected = f"rollout_corr/rollout_rs_{settings.criteria[0].name}_masked_fraction"
+        assert result.statistics.metrics()[rejected] == pytest.approx(answers[name]["rejected_share"], rel=1e-6)
+        assert 0 < answers[name]["rejected_share"] < 0.5
+    keep, mask = torch.tensor(answers["slime"], dtype=torch.float64), batch["mask"]
+    assert torch.equal(keep, torch.tensor(answers["trl"], dtype=torch.float64).unsqueeze(1).expand_as(keep))
+    log_probs, each = batch["current"].clone().requires_grad_(), batch["advantages"].unsqueeze(1)
+    ratio = (log_probs - batch["old"]).exp()
+    theirs = -torch.minimum(ratio * each, ratio.clamp(0.8, 1.2) * each) * keep
+    loss = (theirs * mask).sum() / mask.sum()
+    answer = {"loss": float(loss.detach()), "gradient": torch.autograd.grad(loss, log_probs)[0].tolist()}
+    result = answered(mp.preset("opsm", delta=RECORDED["delta"]["opsm"]), batch, "advantages", answer, 1e-6)
+    assert torch.equal(result.correction.keep, (keep * mask).flatten())
+    if os.environ.get("MISMATCH_HOST_SRC") and (root := Path(os.environ["MISMATCH_HOST_SRC"], "slime")).is_dir():
+        assert rejection_peers.slime(root, batch) == answers["slime"], "slime answers otherwise than recorded"
+
+
+def test_m2po_keeps_what_areal_keeps() -> None:
+    """But for tokens within the width of a bin of where AReaL cuts."""
+    rejected = 0
+    for seed in range(rejection_peers.BATCHES):
+        data, theirs = rejection_peers.make(seed), torch.tensor(METHODS[seed]["m2po"]).bool()
+        _, packed = padded(data, "advantages")
+        settings = mp.preset("m2po", second_moment=method_peers.SECOND_MOMENT)
+        thresholds = mp.correct(packed, settings).statistics.thresholds()
+        ours = packed.to_padded(mp.correct(packed, settings, thresholds=thresholds).keep).bool()
+        squares, mask = (data["old"] - data["rollout"]).square(), data["mask"].bool()
+        assert squares[ours].mean() <= method_peers.SECOND_MOMENT and (ours & ~theirs).sum() == 0
+        assert (squares[theirs & ~ours & mask] > squares[theirs & mask].max() / 1.1).all()
+        rejected += int((mask & ~theirs).sum())
+    assert rejected > 20
+
+
+# Worked ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("preset", "small", "large"), [("dppo_tv", 0.2, 0.3), ("dppo_kl", 0.11632, 0.22629)])
+def test_dppo_by_hand(preset: str, small: float, large: float) -> None:
+    """μ .1, .1, .9, .9 → p .3, .3, .6, .6. −A w log p: the second is 3 · ln .3, the third −(2/3) · ln .6. Moving back
+    stays however far. |p − μ| and KL(Bern(μ)‖Bern(p)) of all, judged or not, are in the metrics."""
+    theta = logs([[0.3, 0.3, 0.6, 0.6]])[0]
+    advantages = [torch.tensor([1.0, -1.0, 1.0, -1.0])]
+    packed = mp.PackedSequences.from_lists(
+        loss_masks=[[1] * 4], rollout_log_probs=logs([[0.1, 0.1, 0.9, 0.9]]), advantages=advantages
+    )
+    settings = mp.preset(preset).replace(metrics="full")
+    token = token_loss(theta, packed, settings)
+    assert token.correction.keep.tolist() == [0.0, 1.0, 1.0, 0.0]
+    assert token.policy.tolist() == pytest.approx([0.0, -3.61192, 0.34055, 0.0], abs=5e-6)
+    metrics = mp.policy_loss(theta, packed, settings).statistics.metrics()
+    head = f"rollout_corr/rollout_rs_{settings.criteria[0].name}_"
+    found = [metrics[head + name] for name in ("min", "max", "mean", "fraction_high", "masked_fraction")]
+    assert found == pytest.approx([small, large, (small + large) / 2, 0.5, 0.5], abs=5e-6)
+
+
+def test_kpop_by_hand() -> None:
+    """KL(Bern(.5)‖Bern(.3)) = .0872 and the other way .0823; of .1 and .3 .116 and .154: within .1, and not."""
+    packed = mp.PackedSequences.from_lists(
+        loss_masks=[[1, 1, 1]], rollout_log_probs=logs([[0.5, 0.1, 0.1]]), old_log_probs=logs([[0.3, 0.3, 0.2]])
+    )
+    one_way = mp.preset("kpop").replace(rs={"criteria": ["token:binary_kl:0.12"]})  # the other way alone is above it
+    for settings, kept in ((mp.preset("kpop"), 0), (one_way, 1), (mp.preset("kpop", threshold=0.12), 0)):
+        assert mp.correct(packed, settings).keep.tolist() == [1.0, kept, 1.0]
+
+
+def test_trm_by_hand() -> None:
+    """One token of ρ = e (k2 = .5) in the first; the second's mean k3 is that of ρ = 2 alone: .3069."""
+    packed = of_log_ratios([[0.0, 1.0], [0.69314718056, 0.69314718056], [0.5, 0.0]])
+    for bounds, kept in (((0.49, 0.4), [0, 1, 1]), ((0.51, 0.3), [0, 0, 1]), ((0.51, 0.4), [1, 1, 1])):
+        found = mp.correct(packed, mp.preset("trm", max_k2=bounds[0], mean_k3=bounds[1]))
+        assert found.keep.tolist() == [float(keep) for keep in kept for _ in range(2)]
+
+
+def test_opsm_by_hand() -> None:
+    """mean(log μ − log p) is .1, .3, .3, .3: only what is far and of negative advantage goes; π_old does not count."""
+    rows = [[-1.0, -1.0]] * 4
+    packed = mp.PackedSequences.from_lists(
+        loss_masks=[[1, 1]] * 4, rollout_log_probs=rows, old_log_probs=rows, advantages=[-1.0, -1.0, 1.0, 0.0]
+    )
+    log_probs = torch.tensor([value for gap in (0.1, 0.3, 0.3, 0.3) for value in (-0.9 - gap, -1.1 - gap)])
+    result = mp.policy_loss(log_probs, packed, mp.preset("opsm", delta=0.2))
+    assert result.correction.keep.tolist() == [1, 1, 0, 0, 1, 1, 1, 1] and int(result.denominator) == 8
+    metrics = result.statistics.metrics()
+    assert metrics["rollout_corr/rollout_rs_sequence_mean_ratio_negative_seq_masked_fraction"] == 0.25
+    assert metrics["rollout_corr/kl"] == 0.0  # of π_old, which the loss's mismatch is measured of
+
+
+# Hosts' source --------------------------------------------------------------------------------------------------------
+
+TOLERANCE: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-9}
+SEEDS = range(6)
+LENGTHS = (5, 1, 9, 4)
+CLIPS = {"gspo": (0.05, 0.08), "cispo": (1.0, 0.1), "cispo with a lower bound": (0.1, 0.2)}
+
+
+def drawn(seed: int, constant: bool = True) -> tuple[Tensor, mp.PackedSequences]:
+    """log π_θ and old log-probs with a gap in each long response; advantages constant in a sequence or not."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(LENGTHS)
+
+    def noise(scale: float) -> Tensor:
+        return scale * torch.randn(total, generator=generator, dtype=torch.float64)
+
+    old = -noise(1.0).abs() - 0.5
+    index = torch.tensor([n for n, length in enumerate(LENGTHS) for _ in range(length)])
+    packed = mp.PackedSequences(
+        loss_mask=(torch.rand(total, generator=generator) < 0.8) | (index == 1),
+        lengths=LENGTHS,
+        old_log_probs=old,
+        rollout_log_probs=old + noise(0.3),
+        advantages=noise(1.0)[:4][index] if constant else noise(1.0),
+    )
+    return old + noise(0.15), packed
+
+
+def loss_and_gradient(loss: Callable[[Tensor], Tensor], log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = log_probs.clone().requires_grad_()
+    value = loss(leaf)
+    return value.detach(), torch.autograd.grad(value, leaf)[0]
+
+
+@pytest.fixture(name="slime", scope="module")
+def _slime() -> dict[str, Any]:
+    """slime's functions, executed alone and eagerly."""
+    path = host_root("slime") / "slime/utils/ppo_utils.py"
+    names: dict[str, Any] = {"torch": torch}
+    for name in ("compute_gspo_kl", "compute_policy_loss", "compute_cispo_loss"):
+        node = function(path, name)
+        node.decorator_list = []
+        exec(compile(ast.Module([node], []), str(path), "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("differs", ["nothing", "advantages", "weights"])
+@pytest.mark.parametrize("name", CLIPS)
+def test_equals_slime(slime: dict[str, Any], name: str, differs: str) -> None:
+    """As policy_loss_function puts them together, reduced by its mean of every sample, then of the samples. gspo where
+    something differs within a sequence: the same loss, and at each token the mean of our gradients."""
+    low, high = CLIPS[name]
+    given = {"objective": name.split()[0], "aggregation": "seq-mean-token-mean", "use_tis": differs == "weights"}
+    settings = config(**given, ppo={"eps_clip_low": low, "eps_clip_high": high})
+    clipped = 0.0
+    for seed in SEEDS:
+        log_probs, packed = drawn(seed, constant=differs != "advantages")
+        assert packed.old_log_probs is not None and packed.advantages is not None
+        old, advantages, masks = packed.old_log_probs, packed.advantages, packed.unpack(packed.loss_mask)
+        weights = mp.correct(packed, settings).weights
+
+        def theirs(leaf: Tensor) -> Tensor:
+            rows = packed.unpack(leaf)  # noqa: B023
+            if name == "gspo":
+                kl = slime["compute_gspo_kl"](rows, packed.unpack(old), rows, [m.double() for m in masks])  # noqa: B023
+                losses, _ = slime["compute_policy_loss"](kl, advantages, low, high)  # noqa: B023
+            else:
+                losses, _ = slime["compute_cispo_loss"](old - leaf, leaf, advantages, low, high)  # noqa: B023
+            means = zip(packed.unpack(losses * weights), masks, strict=True)  # noqa: B023
+            total = torch.stack([(x * m).sum() / m.sum().clamp(min=1) for x, m in means]).sum()
+            return total / sum(bool(mask.any()) for mask in masks)  # noqa: B023
+
+        loss, gradient = loss_and_gradient(lambda x: mp.policy_loss(x, packed, settings).loss, log_probs)  # noqa: B023
+        value, other = loss_and_gradient(theirs, log_probs)
+        torch.testing.assert_close(loss, value, **TOLERANCE)
+        if name == "gspo" and differs != "nothing":
+            assert (gradient - other).abs().max() > 1e-3
+            rows = zip(packed.unpack(gradient), masks, strict=True)
+            gradient = torch.cat([m * row.sum() / m.sum().clamp(min=1) for row, m in rows])
+        torch.testing.assert_close(gradient, other, **TOLERANCE)
+        clipped += mp.policy_loss(log_probs, packed, settings).statistics.metrics()["rollout_corr/pg_clipfrac"]
+    assert 0.1 < clipped < 0.9 * len(SEEDS)
+
+
+_SEQUENCE = {"sequence_level_importance_ratios": True, "token_level_loss": False}
+_IS = {"use_importance_sampling_correction": True}
+_UNBOUNDED = {"level": "sequence", "upper_bound": torch.inf}
+NEMO: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # NeMo-RL's settings, ours
+    "gspo": (_SEQUENCE, {"objective": "gspo"}),
+    "gspo, dual clip": (_SEQUENCE | {"ratio_clip_c": 1.05}, {"objective": "gspo", "dual": 1.05}),
+    "gspo under weights": (_SEQUENCE | _IS, {"objective": "gspo", "use_tis": True, "tis": _UNBOUNDED}),
+    "cispo": ({"use_cispo": True, "token_level_loss": True}, {"objective": "cispo", "aggregation": "token-mean"}),
+    "reinforce": ({"disable_ppo_ratio": True, "token_level_loss": False}, {"objective": "reinforce"}),
+    "reinforce under weights": (
+        {"disable_ppo_ratio": True, "token_level_loss": True, **_IS},
+        {"objective": "reinforce", "aggregation": "token-mean", "use_tis": True, "tis": {"upper_bound": torch.inf}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEMO)
+def test_equals_nemo_rl(name: str) -> None:
+    root = host_root("NeMo-RL")
+    host, mine = (dict(settings) for settings in NEMO[name])
+    low, high = 0.04, 0.06
+    oracle = nemo_rl.own_loss(
+        Path(root), {"reference_policy_kl_penalty": 0.0, "ratio_clip_min": low, "ratio_clip_max": high, **host}
+    )
+    ppo = {} if mine["objective"] == "reinforce" else {"eps_clip_low": low, "eps_clip_high": high}
+    ppo |= {"dual_clip": mine.pop("dual")} if "dual" in mine else {}
+    settings = config(**{"aggregation": "seq-mean-token-mean", **mine, "ppo": ppo})
+    names = {
+        "advantages": "advantages", "prev_logprobs": "old_log_probs", "generation_logprobs": "rollout_log_probs",
+        "token_mask": "loss_mask",
+    }  # fmt: skip
+    for seed in SEEDS:
+        log_probs, packed = drawn(seed)
+        mask = packed.to_padded(packed.loss_mask)
+        first = torch.zeros(len(LENGTHS), 1, dtype=torch.float64)  # never read: NeMo-RL's log-probs begin at the second
+        data = {k: torch.cat([first, packed.to_padded(getattr(packed, v).double())], 1) for k, v in names.items()}
+        data["sample_mask"] = torch.ones(len(LENGTHS), dtype=torch.float64)
+        totals = {"global_valid_toks": mask.sum(), "global_valid_seqs": mask.any(1).sum()}
+
+        def theirs(leaf: Tensor) -> Tensor:
+            padded = packed.to_padded(leaf)  # noqa: B023
+            return oracle(data=data, **totals, **{nemo_rl.LOSS_INPUT: padded})[0]  # noqa: B023
+
+        ours = loss_and_gradient(lambda x: mp.policy_loss(x, packed, settings).loss, log_probs)  # noqa: B023
+        torch.testing.assert_close(ours, loss_and_gradient(theirs, log_probs), **TOLERANCE)
