@@ -126,79 +126,73 @@ GIVEN: dict[str, Any] = {
     "loss_masks": [[1, 1, 0, 1]],
 }
 S = 2.0 ** (1 / 3)
-
-
-def test_gspo() -> None:
-    """s is clipped at 1.2 where A > 0, and not where A < 0; the gradient of s_t is s at its own token."""
-    narrow = config(objective="gspo", ppo={"eps_clip_low": 0.2, "eps_clip_high": 0.2})
-    losses, slopes, metrics = outcome(narrow, THETA, **GIVEN)
-    assert losses == close([-1.2, S, 0, -2.4])
-    assert slopes == close([0, S, 0, 0])
-    assert (metrics["pg_clipfrac"], metrics["pg_clipfrac_high_side"]) == close((2 / 3, 2 / 3))
-    assert metrics["ppo_kl"] == close(-math.log(2) / 3)
-    losses, slopes, _ = outcome(narrow.replace(ppo={"eps_clip_high": 0.3}), THETA, **GIVEN)
-    assert losses == slopes == close([-S, S, 0, -2 * S])
+E04 = math.exp(0.4)
+EPS = {"eps_clip_low": 0.2, "eps_clip_high": 0.2}
+LOGS = (math.log(0.4), math.log(0.3), math.log(0.1))
+OBJECTIVES: dict[str, tuple[dict[str, Any], list[float], list[float], dict[str, float]]] = {
+    # settings: loss and gradient of the three tokens, metrics
+    "ppo": ({"ppo": EPS}, [-1.2, 1, -1], [0, 1, -1], {"pg_clipfrac": 1 / 3, "pg_clipfrac_high_side": 1 / 3}),
+    # s is clipped at 1.2 where A > 0, and not where A < 0; the gradient of s_t is s at its own token.
+    "gspo": (
+        {"objective": "gspo", "ppo": EPS},
+        [-1.2, S, -2.4],
+        [0, S, 0],
+        {"pg_clipfrac": 2 / 3, "pg_clipfrac_high_side": 2 / 3, "ppo_kl": -LN2 / 3},
+    ),
+    "gspo, wide": ({"objective": "gspo", "ppo": EPS | {"eps_clip_high": 0.3}}, [-S, S, -2 * S], [-S, S, -2 * S], {}),
     # The dual clip, too, is on s: at most 1.1 where A < 0.
-    losses, slopes, metrics = outcome(narrow.replace(ppo={"dual_clip": 1.1}), THETA, **GIVEN)
-    assert losses[1] == close(1.1) and slopes[1] == 0 and metrics["pg_clipfrac_lower"] == close(1 / 3)
+    "gspo, dual": (
+        {"objective": "gspo", "ppo": EPS | {"dual_clip": 1.1}},
+        [-1.2, 1.1, -2.4],
+        [0, 0, 0],
+        {"pg_clipfrac_lower": 1 / 3},
+    ),
+    # −sg(clip(r)) A log π_θ: what is clipped keeps its gradient. Its own ε: low 1 (nothing is below), high .2.
+    "cispo": (
+        {"objective": "cispo"},
+        [-1.2 * LOGS[0], LOGS[1], -LOGS[2]],
+        [-1.2, 1, -1],
+        {"pg_clipfrac": 1 / 3, "pg_clipfrac_high_side": 1 / 3, "pg_clipfrac_lower": 0, "ppo_kl": -LN2 / 3},
+    ),
+    "cispo, bounded": (
+        {"objective": "cispo", "ppo": {"eps_clip_low": 0.2}},
+        [-1.2 * LOGS[0], LOGS[1], -1.6 * LOGS[2]],
+        [-1.2, 1, -1.6],
+        {"pg_clipfrac_high_side": 1 / 3, "pg_clipfrac_low_side": 1 / 3},
+    ),
+    # −(4/τ) σ(τ (r − 1)) A, τ 1 where A > 0, else 1.05; its slope is 4 σ (1 − σ) r: PPO has none at r = 4.
+    "sapo": (
+        {"objective": "sapo"},
+        [-4 / (1 + math.exp(-3.0)), 2 / 1.05, -8 / (1 + math.exp(0.5))],
+        [-16 * math.exp(-3.0) / (1 + math.exp(-3.0)) ** 2, 1, -4 * math.exp(0.5) / (1 + math.exp(0.5)) ** 2],
+        {},
+    ),
+    # exp(mean of log r, each clipped at .4 on the side of its sign: .4, 0, −ln 2); each other token its own share.
+    "gmpo": (
+        {"objective": "gmpo"},
+        [-((E04 / 2) ** (1 / 3)), (E04 / 2) ** (1 / 3), -2 * (E04 / 2) ** (1 / 3)],
+        [0, (E04 / 2) ** (1 / 3), -2 * (E04 / 2) ** (1 / 3)],
+        {},
+    ),
+    "reinforce": ({"objective": "reinforce"}, [-LOGS[0], LOGS[1], -2 * LOGS[2]], [-1, 1, -2], {}),
+}
 
 
-def test_cispo() -> None:
-    """−sg(clip(r)) A log π_θ: what is clipped keeps its gradient, whatever A's sign."""
-    losses, slopes, metrics = outcome(config(objective="cispo"), THETA, **GIVEN)
-    assert slopes == close([-1.2, 1, 0, -2 * 0.5])
-    assert losses == close([-1.2 * math.log(0.4), math.log(0.3), 0, -math.log(0.1)])
-    assert metrics["pg_clipfrac"] == metrics["pg_clipfrac_high_side"] == close(1 / 3)
-    assert metrics["ppo_kl"] == close(-math.log(2) / 3) and metrics["pg_clipfrac_lower"] == 0
-    # With a lower bound r = 1/2 is clipped, and so is r = 4 where A < 0.
-    bounded = config(objective="cispo", ppo={"eps_clip_low": 0.2})
-    _, slopes, metrics = outcome(bounded, THETA, **GIVEN | {"advantages": [-1.0, -1.0, NAN, 2.0]})
-    assert slopes == close([1.2, 1, 0, -2 * 0.8])
-    assert (metrics["pg_clipfrac_high_side"], metrics["pg_clipfrac_low_side"]) == close((1 / 3, 1 / 3))
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_objectives(name: str) -> None:
+    settings, losses, slopes, expected = OBJECTIVES[name]
+    found, gradients, metrics = outcome(config(**settings), THETA, **GIVEN)
+    assert found == close([*losses[:2], 0, losses[2]])
+    assert gradients == close([*slopes[:2], 0, slopes[2]])
+    assert {key: metrics[key] for key in expected} == close(expected)
+    assert name != "reinforce" or not {"pg_clipfrac", "ppo_kl"} & metrics.keys()
 
 
-def test_the_objectives_own_epsilons() -> None:
-    """gspo 3e-4 and 4e-4, cispo 1 (nothing is below) and 0.2."""
-    given = {"old_log_probs": log(0.5), "advantages": [1.0]}
-    for name, r, expected in (("gspo", 1.0003, 1.0003), ("gspo", 1.0005, 1.0004)):
-        assert outcome(config(objective=name), log(0.5 * r), **given)[0] == close([-expected])
-    for r, expected in ((1e-3, 1e-3), (1.3, 1.2)):
-        assert outcome(config(objective="cispo"), log(0.5 * r), **given)[1] == close([-expected])
-
-
-def test_sapo() -> None:
-    """The weight of ∇log π where PPO has none: r = 2, A = 1 and r = ½, A = −1; at r = 1 it is 1."""
-    sapo = mp.preset("sapo")
-    for r, advantage, expected in ((2.0, 1.0, 1.5729), (0.5, -1.0, 0.46707)):
-        given = {"old_log_probs": log(0.2), "advantages": [advantage]}
-        assert outcome(sapo, log(0.2 * r), **given)[1] == pytest.approx([-advantage * expected], rel=1e-4)
-        assert outcome(config(), log(0.2 * r), **given)[1] == [0.0]
-    for tau in (0.3, 3.0):
-        given = {"old_log_probs": log(0.2), "advantages": [1.0]}
-        losses, slopes, _ = outcome(sapo.replace(ppo={"tau_positive": tau}), log(0.2), **given)
-        assert (losses, slopes) == (close([-2.0 / tau]), close([-1.0]))
-    assert abs(outcome(sapo, log(0.9), old_log_probs=log(9e-7), advantages=[1.0])[1][0]) < 1e-300
-
-
-def test_gmpo() -> None:
-    """l = .1, .5, −.2 at ε .4: exp(mean) is e^(.3/3) where A = 1, e^(.4/3) where A = −1; what is clipped has no
-    gradient, each other token its own share."""
-    old = torch.full((3,), -1.5, dtype=torch.float64)
-    theta = old + torch.tensor([0.1, 0.5, -0.2])
-    losses, slopes, _ = outcome(mp.preset("gmpo"), theta, old_log_probs=old, advantages=[1.0] * 3)
-    assert losses == pytest.approx([-1.10517] * 3, rel=1e-5)
-    assert slopes == pytest.approx([-1.10517, 0.0, -1.10517], rel=1e-5)
-    losses, slopes, _ = outcome(mp.preset("gmpo"), theta, old_log_probs=old, advantages=[-1.0] * 3)
-    assert losses == slopes == pytest.approx([1.14263] * 3, rel=1e-5)
-
-
-def test_reinforce_under_weights_of_algorithm_2() -> None:
-    """−w A log π_θ, w = min(π_old/π_rollout, 2): here 2 and 0.5. Nothing is clipped, nothing is said of a clip."""
-    given = {"old_log_probs": log(0.8, 0.2), "rollout_log_probs": log(0.1, 0.4), "advantages": [1.0, -3.0]}
-    losses, slopes, metrics = outcome(config(use_tis=True, objective="reinforce"), log(0.9, 0.1), **given)
-    assert slopes == close([-2, 1.5])
-    assert losses == close([-2 * math.log(0.9), 1.5 * math.log(0.1)])
-    assert not {"pg_clipfrac", "ppo_kl"} & metrics.keys()
+def test_gspo_s_own_epsilons() -> None:
+    """3e-4 and 4e-4."""
+    for r, expected in ((1.0003, 1.0003), (1.0005, 1.0004)):
+        losses, _, _ = outcome(config(objective="gspo"), log(0.5 * r), old_log_probs=log(0.5), advantages=[1.0])
+        assert losses == close([-expected])
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "gmpo"])
@@ -278,22 +272,6 @@ def test_kl_terms(kind: str) -> None:
     assert gradient(result.terms["kl"], current) == close([0.5 * slope for slope in slopes])
     assert result.loss.item() == close(0.5 * sum(values) / 4)
     assert result.statistics.metrics()["rollout_corr/ref_kl"] == close(sum(values) / 4)
-
-
-def test_importance_weighted_kl_takes_the_weight_and_no_rejection() -> None:
-    # w = min(ρ, 2) = 2, 1 | 0.1; the criterion rejects B, its KL stays, with its weight.
-    current = torch.cat(logs([[0.8, 0.5], [0.05]])).requires_grad_()
-    packed = mp.PackedSequences.from_lists(
-        rollout_log_probs=logs([[0.2, 0.5], [0.5]]),
-        loss_masks=[[1, 1], [1]],
-        advantages=[0.0, 0.0],
-        ref_log_probs=logs([[0.4, 0.5], [0.1]]),
-    )
-    terms = {"kl_coef": 1.0, "kl_type": "k1", "kl_importance_weighted": True}
-    settings = config(use_rollout_log_probs=True, use_tis=True, rs={"criteria": ["token:ratio:0.5:5"]}, terms=terms)
-    result = mp.policy_loss(current, packed, settings)
-    assert result.terms["kl"].item() == close(2 * LN2 - 0.1 * LN2)
-    assert gradient(result.terms["kl"], current) == close([2, 1, 0.1])  # no gradient through the weight
 
 
 # d = log π_θ − log π_ref → the estimator and its derivative.

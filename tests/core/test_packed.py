@@ -146,32 +146,6 @@ def test_train_log_probs_is_the_other_spelling_of_old_log_probs() -> None:
         padded.replace(old_log_probs=torch.zeros(6), train_log_probs=torch.zeros(6))
 
 
-@pytest.mark.parametrize("lengths", [[3, 1, 0], None])
-def test_policy_loss_takes_padded_log_probs(lengths: list[int] | None) -> None:
-    """The same loss and gradient as from lists; padding, whatever it holds, gets none."""
-    generator = torch.Generator().manual_seed(0)
-    old, rollout, current = -0.1 - torch.rand(3, 3, 4, generator=generator, dtype=torch.float64)
-    mask = torch.tensor([[1, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
-    keep = [4, 4, 4] if lengths is None else lengths
-    inside = torch.arange(4) < torch.tensor(keep)[:, None]
-    given = {"old_log_probs": old, "rollout_log_probs": rollout, "loss_masks": mask}
-    padded: dict[str, Any] = {n: v.masked_fill(~inside, 0 if n == "loss_masks" else 7.0) for n, v in given.items()}
-    packed = mp.PackedSequences.from_padded(**padded, lengths=lengths, advantages=torch.tensor([1.0, -2.0, 3.0]))
-    lists: dict[str, Any] = {n: [row[:k] for row, k in zip(v, keep, strict=True)] for n, v in given.items()}
-    expected = mp.PackedSequences.from_lists(**lists, advantages=[1.0, -2.0, 3.0])
-    config = mp.MismatchConfig(use_tis=True)
-    square = current.masked_fill(~inside, 7.0).requires_grad_()
-    flat = torch.cat([row[:k] for row, k in zip(current, keep, strict=True)]).requires_grad_()
-    result, other = mp.policy_loss(square, packed, config), mp.policy_loss(flat, expected, config)
-    assert torch.equal(result.loss, other.loss)
-    result.loss.backward()
-    other.loss.backward()
-    assert square.grad is not None and flat.grad is not None
-    assert torch.equal(square.grad[inside], flat.grad) and not square.grad[~inside].any() and flat.grad.any()
-    assert packed.to_padded(result.correction.weights).shape == (3, 4)
-    assert torch.equal(mp.policy_loss(flat, packed, config).loss, other.loss), "[T] is taken, too"
-
-
 def test_the_trainer_version_goes_with_the_batch() -> None:
     packed = mp.PackedSequences.from_lists(loss_masks=[[1, 1]], trainer_version=10)
     for each in (packed.replace(loss_mask=packed.loss_mask), packed.to("meta"), shard(packed, "zigzag", 2, 1)):
@@ -222,28 +196,6 @@ def test_lists_become_what_torch_makes_of_each(rows: list[Any]) -> None:
         if name != "loss_masks" and expected.dtype != torch.bool:
             assert found.dtype == torch.float32
         torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize(
-    "row", [[np.float64(-0.1)], np.array([-0.1]), [torch.tensor(-0.1)], [-0.1, np.float32(-0.1)], torch.tensor([-0.1])]
-)
-def test_numbers_of_other_libraries_are_taken(row: Any) -> None:
-    found = entries.flatten_entries("rollout_log_probs", [row], (len(row),), ("a",))
-    assert found.tolist() == pytest.approx([-0.1] * len(row))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_the_default_dtype_of_torch_counts_as_it_does_in_torch_tensor(dtype: torch.dtype) -> None:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        packed = mp.PackedSequences.from_lists(loss_masks=[[1, 1]], old_log_probs=[[-0.1, None]], advantages=[0.1])
-        expected = torch.tensor([-0.1, float("nan")]).to(torch.promote_types(dtype, torch.float32))
-    finally:
-        torch.set_default_dtype(before)
-    assert packed.old_log_probs is not None and packed.advantages is not None
-    assert torch.equal(packed.old_log_probs.nan_to_num(), expected.nan_to_num())
-    assert packed.advantages.dtype == packed.old_log_probs.dtype == expected.dtype
 
 
 @pytest.mark.parametrize("missing", [False, True])
