@@ -18,7 +18,6 @@ FURTHER = (
     "sequence_mean:tv:0.2", "sequence_max:binary_kl:0.1", "sequence_mean:binary_kl_reverse:0.1", "token:ratio:0.2:5",
     "token:k3:0.5", "token:tv:0.5", "token:binary_kl:0.5",
 )  # fmt: skip
-TOKENS = [criterion for criterion in FURTHER if criterion.startswith("token")]
 LEVELS = ("token", "turn", "sequence", "geometric", "prefix")
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
@@ -69,6 +68,13 @@ LIMITS: list[tuple[dict[str, Any], int]] = [
     (rejecting(), 100),
     *((rejecting(criterion), 110) for criterion in FURTHER),
     (rejecting(*FURTHER), 100 + 10 * len(FURTHER)),
+    # a condition its comparison and the advantages; the current policy's tokens, log-ratio and k3; staleness; growth
+    (rejecting("token:k3:0.5@away"), 116),
+    (rejecting("sequence_max:k2:0.5@negative"), 116),
+    (rejecting("sequence_mean:k3:0.1", policy="current"), 127),
+    (rejecting(max_staleness=1), 108),
+    (rejecting(tis={"level": "sequence", "upper_bound": 2.0, "bound_growth": 0.5}), 110),
+    (rejecting(tis={"mode": "gamma", "level": "sequence"}), 112),
     (rejecting(metrics="full"), 200),
     (rejecting("token:k3:0.5", metrics="full"), 200),
     (rejecting(metrics="off"), 60),  # no work for what is off
@@ -87,36 +93,6 @@ LIMITS: list[tuple[dict[str, Any], int]] = [
 def test_kernels_at_most(settings: dict[str, Any], limit: int) -> None:
     found = correction(**settings)
     assert found.total <= limit and not found.syncs
-
-
-# What a feature adds to the same without it: a condition its comparison, once for all of them the selection of the
-# advantages and, for sequences, their sum; the current policy's tokens, log-ratio and k3; growing bounds; staleness.
-MORE: list[tuple[dict[str, Any], dict[str, Any], int]] = [
-    *((rejecting(c, metrics="full"), rejecting(f"{c}@negative", metrics="full"), 6) for c in FURTHER),
-    *((rejecting(c, metrics="full"), rejecting(f"{c}@away", metrics="full"), 6) for c in TOKENS),
-    *(
-        (rejecting(*criteria, metrics=metrics), rejecting(*criteria, metrics=metrics, policy="current"), limit)
-        for criteria, limit in (((), 12), (("sequence_mean:k3:0.1",), 17), (FURTHER, 20))
-        for metrics in ("off", "basic", "full")
-    ),
-    *((rejecting(metrics=metrics), rejecting(metrics=metrics, max_staleness=1), 8) for metrics in ("off", "full")),
-    *(
-        (
-            rejecting(tis={"level": level}),
-            rejecting(tis={"level": level, "upper_bound": 2.0, "bound_growth": growth}),
-            n,
-        )
-        for level, limit in (("sequence", 10), ("turn", 10), ("prefix", 20))
-        for growth, n in ((0.0, 0), (0.5, limit))
-    ),
-]
-
-
-@pytest.mark.parametrize(("plain", "more", "limit"), MORE, ids=[f"{n}" for n in range(len(MORE))])
-def test_kernels_that_a_feature_adds(plain: dict[str, Any], more: dict[str, Any], limit: int) -> None:
-    found = correction(**more)
-    assert found.total <= correction(**plain).total + limit, more
-    assert not found.syncs
 
 
 @pytest.mark.parametrize("metrics", ["off", "basic", "full"])
@@ -165,16 +141,6 @@ def test_kernels_of_the_loss(name: str, metrics: str, algorithm: int) -> None:
     few, many = (loss(number, algorithm, metrics=metrics, **fields) for number in (8, 64))
     assert few.kernels == many.kernels and not many.syncs
     assert many.total <= PPO_KERNELS[metrics][algorithm] + more
-
-
-@pytest.mark.parametrize("tis", [{}, {"mode": "clip", "upper_bound_positive": 3.0}, {"mode": "gamma"}], ids=str)
-def test_kernels_of_algorithm_3_with_weights_by_sign(tis: dict[str, Any]) -> None:
-    """Of the advantages and of a second pair of bounds; as many for any number of sequences, and no sync."""
-    plain, few, many = (
-        loss(number, tis={"level": "sequence", **each}) for number, each in ((64, {}), (8, tis), (64, tis))
-    )
-    assert few.kernels == many.kernels and not many.syncs
-    assert many.total <= plain.total + 12
 
 
 def test_the_counter_sees_syncs() -> None:

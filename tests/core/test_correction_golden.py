@@ -126,14 +126,6 @@ def same_metrics(case: dict[str, Any], metrics: dict[str, float], mask: Tensor) 
     return compared
 
 
-def test_icepop_with_batch_normalisation_is_verl_s_times_the_accepted_share() -> None:
-    """No recorded case has both. ρ .4, .8, 6: bounds .5 and 5 keep the second alone: its weight is .8/.8 here and
-    .8/((0 + .8 + 0)/3) in verl, whose own code says the same in tests/hooks/verl_live."""
-    settings = {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0", "rollout_is_batch_normalize": True}
-    packed = of_log_ratios([[math.log(0.4), math.log(0.8), math.log(6.0)]])
-    assert mp.correct(packed, mp.compat.from_verl(settings)).weights.tolist() == close([0.0, 3.0 / 3, 0.0])
-
-
 def test_a_sequence_without_response_tokens_counts_in_slime_s_mean_only() -> None:
     """Eight sequences of ρ = .5 and 1.5 and one under the mask: slime's mean is 8/9, ours 1."""
     ratios = [0.5, 1.5] * 4 + [7.0]

@@ -119,44 +119,6 @@ def test_garbage_under_the_mask_changes_nothing_bitwise(batch: Batch, config: mp
     assert clean.metrics == dirty.metrics
 
 
-@fixed
-@given(batches(), configs(metrics=("full",)))
-def test_equal_engines_give_one_everywhere(batch: Batch, config: mp.MismatchConfig) -> None:
-    config = config.model_copy(update={"rs": mp.Rejection(veto_threshold=0.5)})
-    outcome = run(replace(batch, train=batch.rollout, current=batch.rollout), config)
-    masks = [torch.tensor(row, dtype=batch.dtype) for row in batch.masks]
-    equal(outcome.weights, masks)
-    equal(outcome.keep, masks)
-    ones = ("mean", "min", "max", "eff_sample_size", "seq_mean", "seq_min", "seq_max")
-    for name in (*(f"rollout_is_{name}" for name in ones), "ppl_ratio"):
-        assert outcome.metrics[f"rollout_corr/{name}"] == 1.0, name
-    for name in ("kl", "k3_kl", "chi2_token", "chi2_seq", "log_ppl_diff", "log_ppl_abs_diff", "rollout_is_std"):
-        assert outcome.metrics[f"rollout_corr/{name}"] == 0.0, name
-
-
-@fixed
-@given(batches(dtype=torch.float64), configs(), st.sampled_from([torch.float16, torch.bfloat16]))
-def test_half_precision_is_widened(batch: Batch, config: mp.MismatchConfig, half: torch.dtype) -> None:
-    """Half-precision input gives bitwise what the same numbers give in float32."""
-
-    def answer(dtype: torch.dtype) -> list[Tensor]:
-        rows = {name: [torch.tensor(row).to(half).to(dtype) for row in getattr(batch, name)] for name in FLOATS}
-        packed = batch.packed(
-            rollout_log_probs=rows["rollout"],
-            old_log_probs=rows["train"],
-            ref_log_probs=rows["ref"],
-            advantages=rows["advantages"],
-            entropy=rows["entropy"],
-        )
-        leaf = torch.cat([*rows["current"], torch.zeros(0, dtype=dtype)]).requires_grad_()
-        result = mp.policy_loss(leaf, packed, config)
-        result.loss.backward()
-        assert leaf.grad is not None and leaf.grad.dtype == dtype and result.loss.dtype == torch.float32
-        return [result.correction.weights, result.correction.keep, result.loss, result.loss_sum]
-
-    equal(answer(half if batch.masks else torch.float32), answer(torch.float32))
-
-
 # The CPU's own ways ---------------------------------------------------------------------------------------------------
 
 ROLLOUT_DEFECTS = (math.nan, -math.inf, -9999.0, 0.0, 0.2, math.inf)
@@ -261,20 +223,3 @@ def test_largest(values: list[float], absent: list[int], highest: float, lowest:
     rows = torch.tensor(values), torch.tensor(absent).bool()
     assert float(host.largest(*rows)) == pytest.approx(highest, nan_ok=True)
     assert -float(host.largest(*rows, of_negated=True)) == pytest.approx(lowest, nan_ok=True)
-
-
-@pytest.mark.parametrize("rest", [(), (2,)])
-@pytest.mark.parametrize("lengths", [(), (0, 0), (3, 0, 2), (4, 4)])
-@pytest.mark.parametrize("width", [None, 4, 6])
-def test_rows_are_those_of_a_device(
-    rest: tuple[int, ...], lengths: tuple[int, ...], width: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mask = torch.ones(sum(lengths), dtype=torch.bool)
-    batch = mp.PackedSequences(loss_mask=mask, lengths=lengths, padded_width=width)
-    values = torch.randn(sum(lengths), *rest)
-    found = batch.to_padded(values, padding=-7.0)
-    monkeypatch.setattr(host, "ENABLED", False)
-    assert torch.equal(found, batch.to_padded(values, padding=-7.0))
-    assert found.shape == (len(lengths), max(lengths, default=0) if width is None else width, *rest)
-    for row, length, part in zip(found, lengths, batch.unpack(values), strict=True):
-        assert torch.equal(row[:length], part) and bool((row[length:] == -7.0).all())

@@ -60,18 +60,6 @@ def test_equal_rewards_give_exactly_nothing() -> None:
         assert not mp.group_advantages(torch.full((7,), reward), torch.zeros(7, dtype=torch.int64)).any()
 
 
-def test_counts_of_kept_tokens_say_what_is_accepted() -> None:
-    packed = mp.PackedSequences.from_lists(
-        old_log_probs=[[-1.0, -1.0], [-1.0], [-1.0]],
-        rollout_log_probs=[[-1.0, -4.0], [-3.0], [-1.0]],
-        loss_masks=[[1, 1], [1], [1]],
-    )
-    correction = mp.correct(packed, mp.preset("disabled").replace(rs={"criteria": ["token:ratio:0.5:2"]}))
-    assert correction.kept_N.tolist() == [1, 0, 1]
-    found = mp.group_advantages([1.0, 5.0, 0.0], [0, 0, 0], correction.kept_N, normalize=False)
-    assert found.tolist() == [0.5, 0.0, -0.5]
-
-
 def test_dtype_device_and_gradient() -> None:
     rewards = torch.tensor(REWARDS, requires_grad=True)
     assert mp.group_advantages(rewards, SAME).dtype == torch.float32

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.core.metrics.full import HISTOGRAM_BINS, HISTOGRAM_EDGE, HISTOGRAM_SCALE
 from mismatch_plugin.core.metrics.registry import METRICS, metric_rows
 from mismatch_plugin.parallel.agreement import settings_of
 from tests.core.worked import config, metrics_of, of_log_ratios, weighted
@@ -18,14 +17,6 @@ from tests.core.worked import config, metrics_of, of_log_ratios, weighted
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 
 PREFIX = "rollout_corr/"
-
-
-def test_a_presets_bound_serves_the_metrics_alone() -> None:
-    """`ppo_is_bypass` has no weights; its threshold is kept for the fractions. ρ of the tokens 1, 3 and 1/4."""
-    packed = of_log_ratios([[0.0, math.log(3.0)], [math.log(0.25)]])
-    for threshold, share in ((2.5, 1 / 3), (3.5, 0.0)):
-        metrics = metrics_of(packed, mp.preset("ppo_is_bypass", threshold=threshold))
-        assert metrics["rollout_is_ratio_fraction_high"] == pytest.approx(share)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
@@ -138,24 +129,6 @@ def long(scale: float, dtype: torch.dtype = torch.float64, **fields: Any) -> mp.
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("scale", [1e-5, 1e-3, 0.3, 5.0])
-def test_quantiles(scale: float, dtype: torch.dtype) -> None:
-    """Within one bin of torch.quantile, over five decades of mismatch."""
-    packed = long(scale, dtype)
-    assert packed.old_log_probs is not None and packed.rollout_log_probs is not None
-    ordered = (packed.old_log_probs - packed.rollout_log_probs)[packed.loss_mask].double().sort().values
-    metrics = metrics_of(packed, metrics="full")
-    width = 2 * HISTOGRAM_EDGE / HISTOGRAM_BINS
-    for name, share in (("p1", 0.01), ("p50", 0.5), ("p99", 0.99), ("p99_9", 0.999)):
-        found = math.asinh(math.log(metrics[f"rollout_is_ratio_{name}"]) / HISTOGRAM_SCALE)
-        # The k-th of n, with k between share·(n − 1) and share·n: one rank of slack at either side.
-        rank = share * (len(ordered) - 1)
-        low, high = ordered[max(math.floor(rank) - 1, 0)], ordered[min(math.ceil(rank) + 1, len(ordered) - 1)]
-        places = [math.asinh(float(value) / HISTOGRAM_SCALE) for value in (low, high)]
-        assert places[0] - 1.01 * width <= found <= places[1] + 1.01 * width, name
-
-
 def test_versions_more_than_a_slot_table_apart_are_older() -> None:
     """16 slots: 100 and 99 lag 0 and 1; 70 lags 30: "older". Nothing may be attributed to the wrong lag."""
     packed = of_log_ratios([[0.1, 0.2, 0.5]]).replace(weight_versions=torch.tensor([100, 99, 70]))
@@ -193,17 +166,3 @@ def test_every_declared_metric_is_reachable_and_documented() -> None:
         assert name.startswith(PREFIX) and formula and over, name
         assert merges in ("sum", "max") and level in ("basic", "full"), name
         assert unit in ("", "share", "nat", "tokens", "sequences"), name
-
-
-def test_the_names_of_the_contract_are_there_and_full_adds_to_basic() -> None:
-    """The names that users know."""
-    expected = """rollout_is_mean rollout_is_std rollout_is_min rollout_is_max rollout_is_eff_sample_size
-        rollout_is_ratio_fraction_high rollout_is_ratio_fraction_low rollout_is_veto_fraction
-        rollout_is_catastrophic_token_fraction rollout_is_masked_fraction rollout_is_seq_masked_fraction
-        rollout_is_seq_mean rollout_is_seq_std rollout_is_seq_max rollout_is_seq_min rollout_is_seq_max_deviation
-        rollout_is_seq_fraction_high rollout_is_seq_fraction_low kl k3_kl training_ppl rollout_ppl ppl_ratio
-        log_ppl_diff log_ppl_abs_diff log_ppl_diff_max log_ppl_diff_min chi2_token chi2_seq training_log_ppl
-        rollout_log_ppl rollout_is_batch_norm_factor rollout_rs_masked_fraction rollout_rs_seq_masked_fraction"""
-    metrics, more = (metrics_of(long(0.3), **weighted(batch_normalize=True), metrics=m) for m in ("basic", "full"))
-    assert set(expected.split()) <= set(metrics)
-    assert {name: more[name] for name in metrics} == metrics and len(more) > len(metrics)

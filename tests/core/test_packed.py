@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch import Tensor
 import mismatch_plugin as mp
 from mismatch_plugin.core import entries
 from mismatch_plugin.parallel.context import shard
-from tests.calls import calls
 
 FLOAT_FIELDS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages", "entropy")
 LENGTHS = (3, 0, 2, 1)
@@ -90,12 +88,6 @@ def test_batches_without_a_token(lengths: list[int]) -> None:
     assert again.lengths == tuple(lengths)
 
 
-@pytest.mark.parametrize("convert", [list, tuple, np.array, torch.tensor, lambda row: torch.tensor(row) == 1])
-def test_masks_of_any_kind(convert: Any) -> None:
-    packed = mp.PackedSequences.from_lists(loss_masks=[convert(row) for row in MASKS])
-    assert packed.loss_mask.dtype == torch.bool and packed.loss_mask.tolist() == [True, False, True, False, False, True]
-
-
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 def test_half_precision_and_whole_numbers_become_float32_by_either_door(half: torch.dtype) -> None:
     values = [row.to(half) for row in rows(0.0)]
@@ -115,14 +107,6 @@ def test_one_advantage_a_sequence_is_spread_over_its_tokens() -> None:
     assert packed.advantages is not None and packed.advantages.tolist() == [1.5, 1.5, 1.5, -2, -2, 0.5]
     padded = mp.PackedSequences.from_padded(loss_masks=ONES, lengths=[3, 1], advantages=torch.tensor([1.0, 2.0]))
     assert padded.advantages is not None and padded.advantages.tolist() == [1, 1, 1, 2]
-
-
-def test_entropy_keeps_its_graph() -> None:
-    entropy = [torch.tensor([0.5, 0.7], requires_grad=True), torch.tensor([0.1], requires_grad=True)]
-    packed = mp.PackedSequences.from_lists(loss_masks=[[1, 1], [1]], entropy=entropy)
-    assert packed.entropy is not None
-    packed.entropy.sum().backward()
-    assert entropy[0].grad is not None and entropy[0].grad.tolist() == [1, 1]
 
 
 def test_train_log_probs_is_the_other_spelling_of_old_log_probs() -> None:
@@ -163,18 +147,6 @@ def test_what_was_found_goes_with_the_values() -> None:
     assert not other.invalid and not other.invalid_counts
 
 
-def test_what_a_loop_sees_is_short() -> None:
-    fields: dict[str, Any] = {"old_log_probs": -ONES, "rollout_log_probs": -ONES, "advantages": torch.ones(2)}
-    packed = mp.PackedSequences.from_padded(**fields, loss_masks=ONES)
-    result: Any = mp.policy_loss((-ONES).requires_grad_(), packed, mp.preset("token_is"))
-    for shown in (packed, result, result.correction, result.statistics, mp.step_loss([result])):
-        assert repr(shown).startswith(type(shown).__name__) and len(repr(shown)) < 200 and "\n" not in repr(shown)
-    assert repr(packed) == (
-        "PackedSequences(2 sequences, 6 tokens, 6 train; rollout_log_probs, old_log_probs, advantages)"
-    )
-    assert "loss -1 of this batch" in repr(result) and "6 of 6 tokens kept, mean weight 1" in repr(result.correction)
-
-
 # Lists of numbers -----------------------------------------------------------------------------------------------------
 
 NUMBERS = st.one_of(
@@ -196,20 +168,6 @@ def test_lists_become_what_torch_makes_of_each(rows: list[Any]) -> None:
         if name != "loss_masks" and expected.dtype != torch.bool:
             assert found.dtype == torch.float32
         torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("missing", [False, True])
-def test_no_call_a_token(missing: bool) -> None:
-    def packing(length: int) -> Callable[[], object]:
-        row: list[float | None] = [-0.5 - at / 7 for at in range(length)]
-        mask = [1] * length
-        if missing:
-            row[1], mask[1] = None, 0
-        fields: dict[str, Any] = {"rollout_log_probs": [row] * 3, "old_log_probs": [row] * 3}
-        fields |= {"weight_versions": [[3] * length] * 3, "advantages": [0.5] * 3}
-        return lambda: mp.PackedSequences.from_lists(loss_masks=[mask] * 3, **fields)
-
-    assert calls(packing(8)) == calls(packing(2000))
 
 
 # Refused --------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import mismatch_plugin as mp
 from mismatch_plugin.core.loss import token_loss
-from tests.core.worked import logs, of_log_ratios
+from tests.core.worked import logs
 from tests.fixtures import method_peers, rejection_peers
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
@@ -141,24 +141,6 @@ def test_dppo_by_hand(preset: str, small: float, large: float) -> None:
     head = f"rollout_corr/rollout_rs_{settings.criteria[0].name}_"
     found = [metrics[head + name] for name in ("min", "max", "mean", "fraction_high", "masked_fraction")]
     assert found == pytest.approx([small, large, (small + large) / 2, 0.5, 0.5], abs=5e-6)
-
-
-def test_kpop_by_hand() -> None:
-    """KL(Bern(.5)‖Bern(.3)) = .0872 and the other way .0823; of .1 and .3 .116 and .154: within .1, and not."""
-    packed = mp.PackedSequences.from_lists(
-        loss_masks=[[1, 1, 1]], rollout_log_probs=logs([[0.5, 0.1, 0.1]]), old_log_probs=logs([[0.3, 0.3, 0.2]])
-    )
-    one_way = mp.preset("kpop").replace(rs={"criteria": ["token:binary_kl:0.12"]})  # the other way alone is above it
-    for settings, kept in ((mp.preset("kpop"), 0), (one_way, 1), (mp.preset("kpop", threshold=0.12), 0)):
-        assert mp.correct(packed, settings).keep.tolist() == [1.0, kept, 1.0]
-
-
-def test_trm_by_hand() -> None:
-    """One token of ρ = e (k2 = .5) in the first; the second's mean k3 is that of ρ = 2 alone: .3069."""
-    packed = of_log_ratios([[0.0, 1.0], [0.69314718056, 0.69314718056], [0.5, 0.0]])
-    for bounds, kept in (((0.49, 0.4), [0, 1, 1]), ((0.51, 0.3), [0, 0, 1]), ((0.51, 0.4), [1, 1, 1])):
-        found = mp.correct(packed, mp.preset("trm", max_k2=bounds[0], mean_k3=bounds[1]))
-        assert found.keep.tolist() == [float(keep) for keep in kept for _ in range(2)]
 
 
 def test_opsm_by_hand() -> None:

@@ -91,7 +91,7 @@ def test_staleness_is_one_criterion_of_several() -> None:
     assert metrics["rollout_rs_token_k2_masked_fraction"] == metrics["rollout_rs_masked_fraction"] == 1
 
 
-@pytest.mark.parametrize("metrics", ["off", "basic", "full"])
+@pytest.mark.parametrize("metrics", ["off", "full"])
 def test_staleness_needs_no_rollout_log_probs(metrics: str) -> None:
     """Neither absent nor invalid ones stop it: PPO only measures them."""
     for rollout in (None, [[NAN, NAN, -1.5, 0.7, -INF, NAN]]):
@@ -172,28 +172,6 @@ def _values(packed: mp.PackedSequences, aggregate: str, statistic: str) -> list[
         return torch.cat(trained).tolist()
     form = {"sequence_sum": torch.sum, "sequence_mean": torch.mean, "sequence_max": torch.max}[aggregate]
     return [float(form(row)) for row in trained]
-
-
-@pytest.mark.parametrize("criterion", ["token:k2:0.05:share=0.1", "token:k2:0.01:mean=0.01"])
-@pytest.mark.parametrize(
-    "settings", [{}, {"use_rollout_log_probs": True, "objective": "reinforce"}, {"use_tis": True, "metrics": "off"}]
-)
-def test_a_budget_only_ever_keeps_more(criterion: str, settings: dict[str, Any]) -> None:
-    """Step for step: never below the bound that is given, in every algorithm, and the loss is the kept tokens'."""
-    budget, plain = rejecting(criterion, **settings), rejecting(criterion.rpartition(":")[0], **settings)
-    thresholds = None
-    for seed, scale in enumerate((0.05, 0.6, 0.6, 0.02)):
-        packed = batch(seed, scale=scale)
-        assert packed.old_log_probs is not None
-        log_probs = packed.old_log_probs.clone().requires_grad_()
-        result = mp.policy_loss(log_probs, packed, budget, thresholds=thresholds)
-        keep, bounded = result.correction.keep, mp.policy_loss(log_probs, packed, plain).correction.keep
-        assert (keep >= bounded).all() and (seed > 0 or torch.equal(keep, bounded))
-        assert torch.equal(torch.autograd.grad(result.loss, log_probs)[0] != 0, keep > 0)
-        if seed == 2:  # the step before was as far off: most of it stays, though the bound alone takes most
-            assert keep.mean() > 0.6 if "share" in criterion else keep.mean() > 1.2 * bounded.mean()
-        thresholds = result.statistics.thresholds()
-    assert thresholds is not None and float(thresholds["token_k2"]) >= float(budget.criteria[0].upper_bound or NAN)
 
 
 @pytest.mark.parametrize("budget", ["share=0.1", "mean=0.1"])

@@ -10,8 +10,6 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.core.tokens import select_tokens
-from mismatch_plugin.core.validity import NAMED, find_invalid
-from tests.calls import calls
 from tests.core.worked import config, metrics_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
@@ -122,30 +120,6 @@ def test_an_invalid_log_prob_that_is_an_error_shows_in_the_loss() -> None:
     with pytest.raises(mp.InvalidLogProbError):
         result.statistics.metrics()
     assert mp.policy_loss(theta, packed, settings.replace(rollout_log_prob_policy="drop-token")).loss.isfinite()
-
-
-def test_of_a_million_defects_a_few_are_objects_and_all_are_counted() -> None:
-    """One object a defect took 22 s. Sequences of different lengths, an empty one among them."""
-    size = 1_000_000
-    rollout = torch.full((size,), NAN)
-    rollout[-1] = 3.0
-    packed = mp.PackedSequences.from_lists(
-        rollout_log_probs=[rollout[:3], rollout[:0], rollout[3:]], loss_masks=[[1] * 3, [], torch.ones(size - 3)]
-    )
-    assert packed.invalid_counts == {"nan": size - 1, "positive": 1}
-    places = [(item.kind, item.sequence, item.position) for item in packed.invalid]
-    expected = [("nan", 0, 0), ("nan", 0, 1), ("nan", 0, 2), *(("nan", 2, place) for place in range(NAMED - 3))]
-    assert places == [*expected, ("positive", 2, size - 4)]
-    found = {"invalid": packed.invalid, "invalid_counts": packed.invalid_counts}
-    packed = packed.replace(old_log_probs=torch.full((size,), -1.0), **found)
-    message = r"sequence 0, position 2 .*; and 999997 more"
-    with pytest.raises(mp.InvalidLogProbError, match=message):
-        mp.correct(packed, config(**TIS))
-    with pytest.raises(mp.InvalidLogProbError, match=message):
-        metrics_of(packed.replace(invalid=()), **TIS)
-    train, mask = torch.full((size,), -1.0), torch.ones(size, dtype=torch.bool)
-    few = (train[:100], rollout[:100], mask[:100], [100], ["a"])
-    assert calls(lambda: find_invalid(train, rollout, mask, [size], ["a"])) <= calls(lambda: find_invalid(*few)) + 20
 
 
 def test_what_is_only_measured_does_not_mark_tokens_that_stop() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -25,7 +24,7 @@ from mismatch_plugin.explain.example import (
     loss_table,
     rejection_table,
 )
-from mismatch_plugin.explain.numbers import read_numbers, sequence_name
+from mismatch_plugin.explain.numbers import read_numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 
@@ -120,7 +119,6 @@ FLAGS = [
     ("--use-tis", "C1     −0.7985  2.25    1   yes   −1.2       −0.48  0"),
     ("--use-rollout-log-probs --rs-veto-threshold 0.7", "veto"),
     ("--mismatch-preset token_icepop", "mask mode"),
-    ("--mismatch-preset geo_rs", "sequence_mean_ratio"),
     ("--use-tis --mismatch-kl-coef 0.1 --mismatch-entropy-coef 0.01", "entropy"),
     ("--rs-criterion token:tv:0.25@away --rs-policy current --mismatch-dry-run", "token_tv_away"),
     ("--use-tis --rs-max-staleness 1 --rs-group exclude", "staleness"),
@@ -140,17 +138,6 @@ def test_any_flags_have_a_worked_example(flags: str, said: str) -> None:
     result = run(*flags.split())
     assert result.exit_code == 0 and " ".join(said.split()) in " ".join(result.output.split()), result.output
     assert flags != "--use-tis" or max(map(len, result.output.splitlines())) <= 80
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("mode", MODES)
-def test_flags_alone_are_explained_on_the_worked_example(level: str, mode: str) -> None:
-    """The weights are those of its table, and the sums those of the loss."""
-    bounds = ["--tis-lower-bound", "0.5", "--tis-upper-bound", "2"] if mode != "truncate" else []
-    found = json.loads(run("--use-tis", "--tis-level", level, "--tis-mode", mode, *bounds, "--json").stdout)
-    cells = [cell.removesuffix(" ✗") for cell in ROWS[f"{level}: {mode}"] if cell != "·"]
-    assert [f"{token['weight']:.3g}" for token in found["tokens"] if token["trains"]] == cells
-    assert found["sums"]["loss"] == pytest.approx(found["sums"]["policy"] / found["sums"]["denominator"])
 
 
 # Numbers of one's own -------------------------------------------------------------------------------------------------
@@ -243,16 +230,6 @@ def test_advantages_are_of_rewards_without_the_rejected_and_metrics_those_of_tra
     numbers, config = read_numbers({name: [text] for name, text in NUMBERS.items()}), mp.preset("token_is")
     expected = mp.policy_loss(numbers.log_probs, numbers.packed, config).statistics.metrics()
     assert account(numbers, config).metrics == expected
-
-
-def test_sequences_by_semicolons_or_by_repeating_and_a_number_for_all() -> None:
-    repeated = read_numbers({"train": ["-1.2, -0.3", "[-0.7 -0.2]"], "rollout": ["-1,-1", "-1,5"], "mask": ["1,1;1,0"]})
-    once = read_numbers({"train": ["-1.2,-0.3;-0.7,-0.2"], "rollout": ["-1,-1;-1,-1"], "mask": ["1"]})
-    assert repeated.log_probs.tolist() == [-1.2, -0.3, -0.7, 0.0] and once.packed.loss_mask.all()
-    assert once.packed.advantages is not None and (once.packed.advantages == 1).all()
-    by_sequence = read_numbers({"train": ["-1,-1;-1"], "rollout": ["-1,-1;-1"], "advantages": ["2;-3"]})
-    assert by_sequence.packed.advantages is not None and by_sequence.packed.advantages.tolist() == [2.0, 2.0, -3.0]
-    assert [sequence_name(index) for index in (0, 25, 26, 27, 52)] == ["A", "Z", "AA", "AB", "BA"]
 
 
 OWN = [word for name, text in NUMBERS.items() for word in (f"--{name}", text)]

@@ -1,12 +1,16 @@
-"""What the Triton kernels of the log-probs compile to, for GPUs that need not be there.
+"""What the Triton kernels of the log-probs compile to, for GPUs that need not be there, by the tools in Triton's wheel.
 
-What is counted is what makes the speed: each logit loaded once and 16 bytes at a time, few instructions, few registers,
-nothing spilled, no barrier in the loop over a row, and no other variant of a kernel for another number of rows.
+What is counted is what makes the speed: each logit loaded once and 16 bytes at a time, few registers, nothing spilled,
+no barrier in the loop over a row, and no other variant of a kernel for another number of rows.
 """
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,15 +20,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 triton = pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
 
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
 from mismatch_plugin.log_probs import triton_arithmetic as twin  # noqa: E402
 from mismatch_plugin.log_probs import triton_kernels  # noqa: E402
 from mismatch_plugin.log_probs.arguments import Call, RaggedSamplingMask, check_rows  # noqa: E402
-from mismatch_plugin.log_probs.hidden_states import Head, LinearLogProbs  # noqa: E402
 from mismatch_plugin.log_probs.logits import LogProbsFunction  # noqa: E402
-from tests.log_probs.triton_compiled import BOOLEAN, FLOAT32, RAGGED, compiled, machine  # noqa: E402
 
-NO_ENTROPY = {"ENTROPY": False, "SLOPE": False}
-SETTINGS: dict[str, dict[str, Any]] = {"bf16": {}, "none": NO_ENTROPY, "fp32": FLOAT32, "mask": BOOLEAN}
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+# Types, and values of what is constant: a large vocabulary, whose size within the padding is odd.
+ARGUMENTS: dict[str, Any] = {
+    "logits": "*bf16", "stride_t": "i32", "stride_v": "i32", "gradient": "*bf16", "gradient_stride_t": "i32",
+    "gradient_stride_v": "i32", "rows": None, "target_of_row": None, "targets": "*i64", "unit": "fp32", "units": None,
+    "mask": None, "mask_stride_r": 0, "mask_stride_v": "i32", "kept": None, "offsets": None, "statistics": "*fp32",
+    "coefficients": "*fp32", "values": "*bf16", "target_values": "*bf16", "log_probs": "*fp32", "entropy": "*fp32",
+    "shift": "*fp32", "sums": "*fp32", "g": "*fp32", "g_stride": "i32", "h": "*fp32", "h_stride": "i32",
+    "targets_count": "i32", "vocab_start": "i32", "columns": "i32", "width": "i32", "BLOCKS": 32, "FILTER": 0,
+    "ENTROPY": True, "SLOPE": True, "CONTIGUOUS": True, "LINES": 1024, "LINE": 8, "BLOCK": 4096, "RANKS": 8,
+}  # fmt: skip
+BOOLEAN = {"mask": "*u8", "mask_stride_r": "i32", "FILTER": 1}
+RAGGED = {"kept": "*i32", "offsets": "*i64", "FILTER": 2}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "none": {"ENTROPY": False, "SLOPE": False},
+    "fp32": {"logits": "*fp32", "gradient": "*fp32", "LINE": 4, "LINES": 2048},
+    "mask": BOOLEAN,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -33,93 +55,94 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
 
 
-# 1 instructions ------------------------------------------------------------------------------------------------------
+# Instructions ---------------------------------------------------------------------------------------------------------
 
 
-FORWARD = [
-    ("bf16", 90, 300, 64), ("bf16", 100, 272, 64), ("none", 90, 216, 48), ("none", 100, 186, 56),
-    ("fp32", 90, 288, 64), ("fp32", 100, 260, 80), ("mask", 90, 408, 80), ("mask", 100, 390, 80),
-]  # fmt: skip
+def compiled(kernel: str, changes: dict[str, Any], capability: int = 90, aligned: bool = True) -> Any:
+    """The kernel of 8 warps with the alignment that Triton finds at a launch, but `aligned`: of rows and widths."""
+    function = getattr(triton_kernels, kernel)
+    parameters = {parameter.name: parameter for parameter in function.params}
+    arguments = {name: (ARGUMENTS | changes)[name] for name in function.arg_names}
+    types = {name: value if isinstance(value, str) else "constexpr" for name, value in arguments.items()}
+    constants = {(i,): arguments[name] for i, name in enumerate(arguments) if types[name] == "constexpr"}
+    odd = {"columns"} if aligned else {"columns", "width", "stride_t", "gradient_stride_t", "mask_stride_r"}
+    divisible = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(arguments)
+        if types[name] not in ("constexpr", "fp32") and name not in odd and not parameters[name].do_not_specialize
+        and not parameters[name].do_not_specialize_on_alignment
+    }  # fmt: skip
+    options = {"num_warps": 8, "enable_fp_fusion": twin.FUSION}
+    source = ASTSource(function, types, constants, divisible)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-@pytest.mark.parametrize(("what", "capability", "instructions", "registers"), FORWARD)
-def test_the_forward(what: str, capability: int, instructions: int, registers: int):
-    """At most so many instructions for 32 logits of a thread; 2 bytes a logit, the row's rest beyond the last whole
-    tile included: it ends where the vocabulary does, at an odd column, and is read up to the row's padding."""
-    found = machine("statistics_kernel", SETTINGS[what], capability)
-    wide, loop = (16 if what == "fp32" else 8), found.loop()
-    assert len(loop) <= instructions and found.registers <= registers
-    assert found.stack == 0 == found.count("LDL", "STL")
-    assert not any(name in line for line in loop for name in ("BAR.", "SHFL"))
-    assert found.count("LDG.E.128") == wide
-    # The target and its logit; of the mask, 8 bytes at a time, and whether it has the target.
-    assert found.count("LDG") == wide + 2 + (9 if what == "mask" else 0)
+def machine(*kernel: Any) -> tuple[list[str], int, int]:
+    """(the machine's instructions and labels, registers of a thread, bytes of its stack)."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled(*kernel).asm["cubin"])
+        file.flush()
+        text, resources = (
+            subprocess.run([TOOLS / tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for tool, option in (("nvdisasm", "-c"), ("cuobjdump", "-res-usage"))
+        )
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", resources)
+    assert usage, "cuobjdump tells no registers"
+    lines = re.findall(r"^(?:(\.L_x_\d+):|\s+/\*[0-9a-f]{4,}\*/\s+([^;]+?)\s*;)", text, re.MULTILINE)
+    return [label or instruction for label, instruction in lines], int(usage[1]), int(usage[2])
 
 
-BACKWARD = [
-    ("bf16", 90, 190, 40), ("bf16", 100, 166, 40), ("none", 90, 155, 40), ("none", 100, 148, 40),
-    ("fp32", 90, 180, 48), ("fp32", 100, 170, 48), ("mask", 90, 268, 48), ("mask", 100, 248, 56),
-]  # fmt: skip
+def count(lines: list[str], *names: str) -> int:
+    """Instructions whose name begins so."""
+    return sum(re.sub(r"^@!?\w+\s+", "", line).startswith(names) for line in lines)
 
 
-@pytest.mark.parametrize(("what", "capability", "instructions", "registers"), BACKWARD)
-def test_the_backward(what: str, capability: int, instructions: int, registers: int):
-    """At most so many instructions from the start of a thread to its end, for 16 logits of a tile without the target;
-    4 bytes a logit (and as many stores of zeros, where nothing is read)."""
-    found = machine("gradient_kernel", SETTINGS[what], capability)
-    wide = 4 if what == "fp32" else 2
-    assert found.path(16) <= instructions and found.registers <= registers
-    assert found.stack == 0 == found.count("LDL", "STL")
-    assert found.count("LDG.E.128") == wide + (what == "mask")
-    assert found.count("STG.E.128") == 2 * wide == found.count("STG")
-
-
-@pytest.mark.parametrize("kernel", ["statistics_kernel", "gradient_kernel"])
-def test_an_older_gpu(kernel: str):
-    found = machine(kernel, {}, 80)
-    assert found.count("LDG.E.128") == (8 if kernel == "statistics_kernel" else 2) and found.stack == 0
-
-
-def test_the_counter_of_instructions_sees_what_it_must():
-    """Rows that are not aligned are read one by one, in more instructions."""
-    aligned, odd = (machine("gradient_kernel", {}, 90, aligned) for aligned in (True, False))
-    assert odd.count("LDG.E.128") == 0 and odd.count("LDG.E.U16") >= 16
-    assert odd.path(16) > aligned.path(16) + 14 and 0 < len(aligned.instructions) - aligned.path(16) < 200
-
-
-STRIDED = {"CONTIGUOUS": False}
-KEPT = RAGGED | {"targets": "*i32", "rows": "*i64", "BLOCK": 512}
-FEW = {"BLOCK": 256}
+def loop(lines: list[str]) -> list[str]:
+    """The one loop that computes exponentials."""
+    for i, line in enumerate(lines):
+        goal = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
+        begin = lines.index(goal[1]) if goal else i
+        if begin < i and any("MUFU.EX2" in each for each in lines[begin:i]):
+            return lines[begin : i + 1]
+    raise AssertionError("no loop over a row")
 
 
 @pytest.mark.parametrize(
-    ("kernel", "changes"),
+    ("what", "capability", "instructions", "registers"),
     [
-        ("statistics_kernel", RAGGED | STRIDED | {"units": "*fp32", "rows": "*i64"}),
-        ("gradient_kernel", RAGGED | STRIDED | {"target_of_row": "*i64"}),
-        ("kept_gradient_kernel", KEPT),
-        ("kept_write_kernel", KEPT),
-        ("finish_kernel", FEW),
-        ("coefficients_kernel", FEW),
-        ("coefficients_kernel", FEW | {"g": None, "units": "*fp32"}),
-        ("coefficients_kernel", FEW | {"h": None, "entropy": None}),
+        ("bf16", 90, 300, 64),
+        ("bf16", 100, 272, 64),
+        ("none", 90, 216, 48),
+        ("fp32", 90, 288, 64),
+        ("mask", 90, 408, 80),
     ],
 )
-def test_filters_and_strides_compile(kernel: str, changes: dict[str, Any]):
-    """What a row's ragged ids, picked rows, a temperature per target and other strides add."""
-    text = compiled(kernel, changes).asm["ptx"]
-    assert "fma" in text or kernel != "finish_kernel"
+def test_the_forward(what: str, capability: int, instructions: int, registers: int):
+    """At most so many instructions for 32 logits of a thread; 2 bytes a logit, the row's rest beyond the last whole
+    tile included: it ends where the vocabulary does, at an odd column, and is read up to the row's padding."""
+    lines, used, stack = machine("statistics_kernel", SETTINGS[what], capability)
+    wide, body = (16 if what == "fp32" else 8), loop(lines)
+    assert len(body) <= instructions and used <= registers and stack == 0 == count(lines, "LDL", "STL")
+    assert not any(name in line for line in body for name in ("BAR.", "SHFL"))
+    assert count(lines, "LDG.E.128") == wide
+    # The target and its logit; of the mask, 8 bytes at a time, and whether it has the target.
+    assert count(lines, "LDG") == wide + 2 + (9 if what == "mask" else 0)
 
 
-@pytest.mark.parametrize("changes", [{}, BOOLEAN, RAGGED], ids=["none", "mask", "ragged"])
-def test_sizes_of_one_compile(changes: dict[str, Any]):
-    """Triton makes a constant of a size or stride that is 1, and then other code."""
-    ones = {"stride_t": 1, "gradient_stride_t": 1, "columns": 1, "width": 1, "BLOCKS": 1, "LINES": 32}
-    for kernel in ("statistics_kernel", "gradient_kernel"):
-        assert compiled(kernel, changes | ones).asm["ptx"]
+@pytest.mark.parametrize(
+    ("what", "capability", "registers"),
+    [("bf16", 90, 40), ("bf16", 100, 40), ("none", 90, 40), ("fp32", 90, 48), ("mask", 90, 48)],
+)
+def test_the_backward(what: str, capability: int, registers: int):
+    """4 bytes a logit (and as many stores of zeros, where nothing is read)."""
+    lines, used, stack = machine("gradient_kernel", SETTINGS[what], capability)
+    wide = 4 if what == "fp32" else 2
+    assert used <= registers and stack == 0 == count(lines, "LDL", "STL")
+    assert count(lines, "LDG.E.128") == wide + (what == "mask")
+    assert count(lines, "STG.E.128") == 2 * wide == count(lines, "STG")
 
 
-# 2 variants ----------------------------------------------------------------------------------------------------------
+# Variants -------------------------------------------------------------------------------------------------------------
 
 
 class Device:
@@ -180,18 +203,7 @@ def test_another_number_of_rows_compiles_nothing(variants: dict[str, set[str]], 
     assert len(variants["gradient_kernel"]) == 2, "another dtype is another variant, or nothing was counted"
 
 
-def test_chunks_of_the_linear_path_compile_nothing_more(variants: dict[str, set[str]]):
-    """Whose rows begin anywhere in the tensors that have a few floats a row."""
-    for rows in range(1, 10):
-        hidden, weight = torch.zeros(rows, 8, requires_grad=True), torch.zeros(64, 8, requires_grad=True)
-        targets, temperatures = torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
-        call = Call(targets, 61, temperature=temperatures, entropy="grad", inplace_gradient=True)
-        outputs: tuple[Tensor, ...] = LinearLogProbs.apply(hidden, weight, call, Head(twin, 3, False))
-        torch.autograd.grad(outputs, [hidden, weight], [torch.ones(rows), torch.ones(rows)])
-    assert {name: len(keys) for name, keys in variants.items()} == dict.fromkeys(variants, 1) and len(variants) == 4
-
-
-# 3 captured ----------------------------------------------------------------------------------------------------------
+# Captured -------------------------------------------------------------------------------------------------------------
 
 
 class NoLaunches:

@@ -1,8 +1,8 @@
 """A step over two and four processes equals one process, in float64: loss, gradient with respect to every log-prob,
 weights, accepted tokens, denominators and every metric, to 1e-12 relative; and the collectives that it makes.
 
-Every setting of the product (algorithms × levels × modes × rejection × batch normalisation × denominators) runs in one
-layout, and in every one with MISMATCH_FULL=1. One launch per number of processes runs all of it;
+A third of the product (algorithms × levels × modes × rejection × batch normalisation × denominators) runs, each setting
+in one layout; all of it in every layout with MISMATCH_FULL=1. One launch per number of processes runs all of it;
 `distributed/correction_worker.py` is what each rank does. Nothing may hang.
 """
 
@@ -46,6 +46,7 @@ from tests.distributed.correction_worker import (
 from tests.distributed.launch import launch
 
 FULL = bool(os.environ.get("MISMATCH_FULL"))
+THIN = 1 if FULL else 3
 ODD = (
     "first_chunk",  # no response token on most ranks of a context-parallel group
     "last_token",  # only the prompt on all ranks but one
@@ -112,21 +113,21 @@ def all_jobs() -> Iterator[tuple[str, Callable[[Case], Any], Case]]:
     own_mean = [
         replace(s, rotation=s.rotation * 3 + 1) for s in PRODUCT if s.normalizes and s.denominator == "accepted"
     ]
-    known = tuple(settings for settings in PRODUCT[::5] if settings.algorithm in (0, 2))
-    for count, settings in ((1, PRODUCT), (4, PRODUCT)) if FULL else ((1, PRODUCT[::2]), (4, PRODUCT[1::2])):
+    known = tuple(settings for settings in PRODUCT[:: 5 * THIN] if settings.algorithm in (0, 2))
+    for count in (1, 4):
+        settings = PRODUCT if FULL else PRODUCT[count - 1 :: 2 * THIN]
         yield from (("product", run, case) for case in dealt(settings, "product", count, always_prepares=False))
     for number, batch in enumerate(ODD):
-        turned = SOME[number:] + SOME[:number]
-        yield from (("odd", run, case) for case in dealt(turned, batch))
+        yield from (("odd", run, case) for case in dealt(SOME[number % THIN :: THIN], batch))
     yield from (("invalid", run_invalid, case) for case in dealt(used, "bad_token"))
-    for policy in ("neutral", "drop-token", "drop-sequence"):
+    for number, policy in enumerate(("neutral", "drop-token", "drop-sequence")):
         change = ("rollout_log_prob_policy", policy)
-        yield from (("policy", run, case) for case in dealt(SOME, "bad_tokens", 2, change))
+        yield from (("policy", run, case) for case in dealt(SOME[number % THIN :: THIN], "bad_tokens", 2, change))
     yield from (("own mean", run, case) for case in dealt(own_mean, "product", 2, ("scope", "micro_batch")))
     for number, layout in enumerate((LAYOUTS[0], LAYOUTS[3])):
         yield "absent", run, Case("on_policy", layout, 2, known[number::2])
         yield "absent", run, Case("mixed", layout, 2, known[number::2], starts=False)  # `start` refuses that
-    yield "dry run", run, Case("product", LAYOUTS[3], 2, SOME[::2], (("dry_run", True),))
+    yield "dry run", run, Case("product", LAYOUTS[3], 2, SOME[::THIN], (("dry_run", True),))
     for layout in (LAYOUTS[0], LAYOUTS[2]):
         batches = ("no versions", "versions once", *(("other metrics", "no loss") if layout.cp == 1 else ()))
         yield from (("different", run_different, Case(batch, layout, 2, SOME[:1])) for batch in batches)
@@ -194,7 +195,7 @@ def test_every_setting_equals_one_process() -> None:
     a sequence, a mean over one micro-batch, a token's number at another token's place.
     """
     ran = steps("product")
-    assert {parts[0].settings for _, parts in ran} == {*PRODUCT} and {case.layout for case, _ in ran} == {*LAYOUTS}
+    assert {case.layout for case, _ in ran} == {*LAYOUTS} and len(ran) >= len(PRODUCT) // THIN
     for case, parts in ran:
         whole = expected("product", parts[0].settings)
         found = differences(together(parts), whole) + total_differences(parts, whole)
@@ -218,7 +219,7 @@ def test_odd_ranks_equal_one_process() -> None:
             assert actual.metrics["rollout_corr/all_rejected"] == 1.0
             assert actual.denominators[0] == (0 if settings.denominator == "accepted" else actual.denominators[1])
             assert parts[0].factor == 1.0 or settings.mode != "mask", "there is no weight to average"
-    assert rejecting > 5
+    assert rejecting > 2
     for batch in ("first_chunk", "last_token", "untrained_replica"):
         assert (True, False) in holds[batch], "some rank has tokens and none that trains"
     assert (False, False) in holds["single"] and (False, False) in holds["empty"]
@@ -275,7 +276,7 @@ def test_old_log_probs_absent_and_dry_runs() -> None:
 
 def test_every_decision_goes_both_ways_and_no_data_are_at_a_bound() -> None:
     """Otherwise the product would show nothing about it, or another order of summation might decide otherwise."""
-    for settings in PRODUCT if FULL else PRODUCT[::3]:
+    for settings in PRODUCT[::THIN]:
         metrics = expected("product", settings).metrics
         accepted = metrics["rollout_corr/accepted_token_fraction"]
         assert 0.0 < accepted < 1.0 if settings.rejects or settings.mode == "mask" else accepted == 1.0, settings
@@ -289,7 +290,7 @@ def test_every_decision_goes_both_ways_and_no_data_are_at_a_bound() -> None:
             assert all(0 < metrics[f"rollout_corr/pg_clipfrac_{side}_side"] < 1 for side in ("high", "low")), settings
         assert min(distances("product", settings)) > 1e-6, settings
     for batch in ODD[:-1]:
-        assert min(min(distances(batch, settings)) for settings in SOME) > 1e-6, batch
+        assert min(min(distances(batch, settings)) for settings in SOME[::THIN]) > 1e-6, batch
     signed = {(settings.level, settings.config().tis.mode) for settings in PRODUCT if settings.config().weighs_by_sign}
     assert signed >= {("sequence", "gamma"), *((level, "clip") for level in LEVELS)}
 
