@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.core.weights import bound_weight
 from tests.core.worked import config, logs, of_log_ratios, weighted
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
@@ -108,29 +107,6 @@ def test_a_ratio_at_its_bound_is_inside(level: str) -> None:
         batch = of_log_ratios([[0.0]]).replace(rollout_log_probs=values[:1], old_log_probs=values[1:])
         weights = mp.correct(batch, config(**weighted(level, "mask", upper_bound=2.0))).weights
         assert bool(weights[0] > 0) is stays
-
-
-def test_mask_mode_s_weights_never_leave_their_bounds() -> None:
-    """exp(log hi) may round above hi."""
-    generator = torch.Generator().manual_seed(0)
-    for lower, upper in (1.0 + torch.rand((200, 2), generator=generator) * torch.tensor([-0.9, 9.0])).tolist():
-        bounds = torch.tensor([lower, upper]).log()
-        log_ratio = torch.stack([bounds, bounds.nextafter(bounds - 1), bounds.nextafter(bounds + 1)]).flatten()
-        weights, _ = bound_weight(log_ratio, "mask", lower, upper)
-        used = weights[weights != 0]
-        assert bool(((used >= torch.tensor(lower)) & (used <= torch.tensor(upper))).all())
-
-
-def test_bounds_grow_to_e20_at_most() -> None:
-    def weights(log_ratio: float, tokens: int, **tis: Any) -> list[float]:
-        batch = of_log_ratios([[log_ratio / tokens] * tokens])
-        return mp.correct(batch, config(**weighted("sequence", bound_growth=1.0, **tis))).weights.tolist()
-
-    assert weights(100.0, 100, upper_bound=2.0)[0] == pytest.approx(math.exp(20))
-    assert weights(25.0, 3, upper_bound=math.exp(10))[0] == pytest.approx(math.exp(20))
-    for log_ratio, stays in ((25.0, False), (19.0, True), (-25.0, False)):
-        masked = weights(log_ratio, 3, upper_bound=math.exp(10), mode="mask")
-        assert [weight > 0 for weight in masked] == [stays] * 3
 
 
 # Criteria -------------------------------------------------------------------------------------------------------------

@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import mismatch_plugin as mp
 from examples.benchmarks.counting import OperationCounter, count
-from tests.ragged import equal
 
 SEQUENCE: dict[str, Any] = {"use_tis": True, "tis": {"level": "sequence"}}
 FURTHER = (
@@ -143,17 +141,6 @@ def test_kernels_of_the_loss(name: str, metrics: str, algorithm: int) -> None:
     assert many.total <= PPO_KERNELS[metrics][algorithm] + more
 
 
-def test_the_counter_sees_syncs() -> None:
-    """The gate itself must be able to fail."""
-    values = torch.ones(4)
-    with OperationCounter() as counter:
-        values[values > 0]
-        values.sum().item()
-        bool(values.any())
-        values.nonzero()
-    assert len(counter.syncs) >= 4
-
-
 @pytest.mark.parametrize("level", ["turn", "prefix"])
 def test_nothing_of_a_device_is_read(level: str) -> None:
     """Tensors without data: whoever reads one raises. The mask's turns are as many as there could be."""
@@ -189,36 +176,3 @@ def test_memory_is_at_most_twelve_floats_a_token(metrics: str, level: str, more:
         counter = count(lambda: results.append(mp.correct(packed, config, log_probs=packed.old_log_probs)))  # noqa: B023
         assert results[0].keep.numel() == packed.loss_mask.numel()
         assert 4 <= counter.peak / packed.loss_mask.numel() / 4 <= floats + more
-
-
-def test_a_recorded_step_replays_on_other_data() -> None:
-    """What a CUDA graph asks: for given sizes the same kernels, and no value of the data in them."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    names = ("loss_mask", "rollout_log_probs", "old_log_probs", "advantages")
-    first, config = batch(6), mp.MismatchConfig(**rejecting())
-
-    def step(*tensors: Tensor) -> list[Tensor]:
-        packed = first.replace(**dict(zip(names, tensors, strict=True)))
-        result = mp.policy_loss(tensors[2].detach(), packed, config)
-        return [result.loss_sum, result.correction.weights, result.correction.keep, result.statistics.sums]
-
-    tensors = [getattr(first, name) for name in names]
-    other = [~tensors[0], *(tensor.flip(0) for tensor in tensors[1:])]
-    equal(make_fx(step)(*tensors)(*other), step(*other), 1e-6)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-def test_inside_a_cuda_graph() -> None:
-    packed, other = (batch(6).to("cuda").prepared() for _ in range(2))
-    config = mp.MismatchConfig(**rejecting())
-    mp.correct(packed, config)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = mp.correct(packed, config)
-    assert packed.rollout_log_probs is not None and other.rollout_log_probs is not None
-    packed.rollout_log_probs.copy_(other.rollout_log_probs.flip(0))
-    graph.replay()
-    expected = mp.correct(packed, config)
-    equal([result.weights, result.statistics.sums], [expected.weights, expected.statistics.sums], 1e-6)

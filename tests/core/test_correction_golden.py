@@ -25,7 +25,6 @@ from torch import Tensor
 
 import mismatch_plugin as mp
 from mismatch_plugin.core import validity
-from tests.core.worked import of_log_ratios
 
 CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "fixtures" / "peers.json").read_text())["cases"]
 SOURCES = {"slime": 60, "verl-2025-11": 80, "verl-2026-08": 72}
@@ -124,11 +123,3 @@ def same_metrics(case: dict[str, Any], metrics: dict[str, float], mask: Tensor) 
             compared.append(name)
     assert len(compared) >= (9 if case["source"] == "slime" else 15)
     return compared
-
-
-def test_a_sequence_without_response_tokens_counts_in_slime_s_mean_only() -> None:
-    """Eight sequences of ρ = .5 and 1.5 and one under the mask: slime's mean is 8/9, ours 1."""
-    ratios = [0.5, 1.5] * 4 + [7.0]
-    packed = of_log_ratios([[math.log(ratio)] for ratio in ratios], [[1]] * 8 + [[0]])
-    settings = {"use_tis": True, "tis_level": "sequence", "tis_batch_normalize": True}
-    assert mp.correct(packed, mp.compat.from_slime(settings)).weights.tolist() == close([*ratios[:8], 0.0])

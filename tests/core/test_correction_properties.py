@@ -13,11 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import mismatch_plugin as mp
-from examples.benchmarks.counting import OperationCounter
-from mismatch_plugin.core import host, tokens
+from mismatch_plugin.core import host
 from mismatch_plugin.core.segments import Column, segment_sums
-from mismatch_plugin.core.tokens import select_tokens
-from mismatch_plugin.core.validity import KINDS, classify
 from tests.ragged import FLOATS, GARBAGE, Batch, Outcome, batches, configs, equal, run, tolerance
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
@@ -145,49 +142,6 @@ def test_the_host_gives_what_a_device_gives(
         same(run(each, chosen), device, 1e-6 if batch.dtype == torch.float32 else tolerance(batch))
 
 
-def packed(rollout: list[float], train: list[float], mask: list[int]) -> mp.PackedSequences:
-    return mp.PackedSequences.from_lists(loss_masks=[mask], rollout_log_probs=[rollout], old_log_probs=[train])
-
-
-@pytest.mark.parametrize(
-    ("rollout", "train", "sound"),
-    [
-        (-1.0, -1.2, True), (0.0, -2.9, True), (0.05, 0.05, True), (-4999.0, -1.0, True), (-1.0, -1e30, True),
-        (0.0, -3.1, False), (-5001.0, -1.0, False), (0.2, -1.0, False), (math.nan, -1.0, False),
-        (-math.inf, -1.0, False), (-1.0, math.nan, False), (-1.0, -math.inf, False), (-1.0, 0.2, False),
-    ],
-)  # fmt: skip
-def test_what_is_sound_is_what_the_codes_say(rollout: float, train: float, sound: bool) -> None:
-    batch = packed([-1.0, rollout, -5.0], [-1.0, train, -2.0], [1, 1, 0])
-    assert batch.old_log_probs is not None and batch.rollout_log_probs is not None
-    found = select_tokens(batch.old_log_probs, batch)
-    codes = classify(batch.old_log_probs, batch.rollout_log_probs, ~batch.loss_mask)
-    assert found.all_sound is sound and found.code is not None and found.code.tolist() == codes.tolist()
-    assert found.count_kinds().tolist() == [codes.tolist().count(code) for code in range(len(KINDS))]
-
-
-def test_sound_data_are_not_classified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the CPU saves, and that a filled 0.0 at padding (a tool's output) does not make it classify; a recorded or
-    transformed call goes the way of a device."""
-
-    def refuse(*_: Tensor) -> Tensor:
-        raise AssertionError("classified")
-
-    config = mp.MismatchConfig(use_tis=True)
-    batch = packed([-1.0, 0.0, -2.0], [-1.5, -9.0, -2.0], [1, 0, 1]).replace(advantages=torch.tensor([1.0, 0.0, -2.0]))
-
-    def loss(log_probs: Tensor) -> Tensor:
-        return mp.policy_loss(log_probs, batch, config).loss
-
-    leaf = torch.tensor([-1.4, -1.0, -1.9])
-    transformed = torch.func.grad(loss)(leaf)
-    assert torch.equal(transformed, torch.autograd.grad(loss(leaf.requires_grad_()), leaf)[0])
-    monkeypatch.setattr(tokens, "classify", refuse)
-    assert mp.correct(batch, config).weights.tolist() == pytest.approx([math.exp(-0.5), 0, 1])
-    with pytest.raises(AssertionError, match="classified"), OperationCounter():
-        mp.correct(batch, config)
-
-
 @pytest.mark.parametrize("tile", [1, 7, 64, 2**16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool, torch.bfloat16])
 def test_sums_over_any_tiles(tile: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,20 +160,3 @@ def test_sums_over_any_tiles(tile: int, dtype: torch.dtype, monkeypatch: pytest.
     for empty in ([], [0, 0]):
         _, sums = segment_sums([Column("sum", torch.zeros(0))], torch.tensor([0, *empty]).cumsum(0))
         assert sums.shape == (1, len(empty)) and not sums.any()
-
-
-@pytest.mark.parametrize(
-    ("values", "absent", "highest", "lowest"),
-    [
-        ([0.5, 0.0, -2.0], [0, 1, 0], 0.5, -2.0),
-        ([-0.5, 0.0, -2.0], [0, 1, 0], -0.5, -2.0),  # the 0 of what is absent is above all others
-        ([0.5, 0.0, 2.0], [0, 1, 0], 2.0, 0.5),
-        ([0.0, 0.0, -1.0], [0, 1, 0], 0.0, -1.0),
-        ([0.0, 0.0], [1, 1], -math.inf, math.inf),
-        ([math.nan, 0.0], [0, 1], math.nan, math.nan),
-    ],
-)
-def test_largest(values: list[float], absent: list[int], highest: float, lowest: float) -> None:
-    rows = torch.tensor(values), torch.tensor(absent).bool()
-    assert float(host.largest(*rows)) == pytest.approx(highest, nan_ok=True)
-    assert -float(host.largest(*rows, of_negated=True)) == pytest.approx(lowest, nan_ok=True)

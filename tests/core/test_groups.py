@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Hashable, Sequence
@@ -60,16 +59,6 @@ def test_equal_rewards_give_exactly_nothing() -> None:
         assert not mp.group_advantages(torch.full((7,), reward), torch.zeros(7, dtype=torch.int64)).any()
 
 
-def test_dtype_device_and_gradient() -> None:
-    rewards = torch.tensor(REWARDS, requires_grad=True)
-    assert mp.group_advantages(rewards, SAME).dtype == torch.float32
-    assert not mp.group_advantages(rewards, SAME).requires_grad
-    assert mp.group_advantages(rewards.double(), SAME).dtype == torch.float64
-    assert mp.group_advantages([1, 0], [0, 0]).dtype == torch.get_default_dtype()
-    assert mp.group_advantages([], []).shape == (0,)
-    assert mp.group_advantages(rewards.to("meta"), torch.zeros(4, device="meta")).device.type == "meta"  # no host sync
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -111,47 +100,6 @@ def test_equals_the_plain_loop(responses: list[tuple[int, int, bool]], how: dict
 
 
 # What the baseline's bias is ------------------------------------------------------------------------------------------
-
-
-def test_the_gradient_by_enumeration() -> None:
-    """Every group of 3 responses out of 4 that a policy can give, some of which are always rejected.
-
-    Leave-one-out over the accepted: E Σ A ∇log π = E[m, m ≥ 2] · ∇ E[R | accepted], m the number accepted; the group's
-    mean costs (m − 1)/m of it. With the rejected ones in the baseline, leave-one-out gives
-    E[m] · (∇ E[R | accepted] + (E[R | accepted] − E[R]) ∇ log P(accepted)): it pushes towards being accepted.
-    """
-    logits = torch.tensor([0.3, -0.4, 0.1, 0.9], dtype=torch.float64, requires_grad=True)
-    rewards, accepted = torch.tensor([1.0, 0.0, 3.0, 2.0], dtype=torch.float64), [True, True, False, True]
-    mask, size = torch.tensor(accepted), 3
-    log_policy = logits.log_softmax(0)
-    policy = log_policy.exp()
-    share = policy[mask].sum()
-    mean_accepted = (policy * rewards)[mask].sum() / share
-    (towards,) = torch.autograd.grad(mean_accepted, logits, retain_graph=True)
-    (being_accepted,) = torch.autograd.grad(share.log(), logits, retain_graph=True)
-    score = torch.eye(4, dtype=torch.float64) - policy.detach()  # ∇ log π of each response
-
-    found = {name: torch.zeros(4, dtype=torch.float64) for name in ("others", "group", "kept in")}
-    several, shrunk = 0.0, 0.0
-    for drawn in itertools.product(range(4), repeat=size):
-        chance = float(policy.detach()[list(drawn)].prod())
-        given_, kept = rewards[list(drawn)], [accepted[i] for i in drawn]
-        m = sum(kept)
-        several += chance * m * (m >= 2)
-        shrunk += chance * (m - 1) * (m >= 2)
-        ways = {
-            "others": mp.group_advantages(given_, [0] * size, kept, False, leave_one_out=True),
-            "group": mp.group_advantages(given_, [0] * size, kept, False),
-            "kept in": mp.group_advantages(given_, [0] * size, None, False, leave_one_out=True) * torch.tensor(kept),
-        }
-        for name, advantages in ways.items():
-            found[name] += chance * advantages @ score[list(drawn)]
-    torch.testing.assert_close(found["others"], several * towards, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(found["group"], shrunk * towards, rtol=1e-10, atol=1e-12)
-    gap = (mean_accepted - (policy * rewards).sum()).detach()
-    biased = size * share.detach() * (towards + gap * being_accepted)
-    torch.testing.assert_close(found["kept in"], biased, rtol=1e-10, atol=1e-12)
-    assert (gap * being_accepted).abs().max() > 0.05
 
 
 # Metrics --------------------------------------------------------------------------------------------------------------

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import pickle
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.core.gate import DEFAULT_GATE_KL, GateError, check_gate
+from mismatch_plugin.core.gate import GateError, check_gate
 from mismatch_plugin.core.health import all_rules
 from tests.core.worked import config, metrics_of, of_log_ratios, weighted
 
@@ -226,13 +225,6 @@ def test_a_step_at_the_bar_passes_and_one_above_it_fails() -> None:
         metrics_of(noisy(0.05), gate_kl=k3_kl * (1 - 1e-12))
     with pytest.raises(GateError):  # rejecting everything does not lower it
         metrics_of(noisy(0.5), gate_kl=1e-3, rs={"criteria": ["token:ratio:50:60"]})
-
-
-@pytest.mark.parametrize(("noise", "passes"), [(0.015 * math.sqrt(math.pi / 2), True), (0.04, True), (0.132, False)])
-def test_the_default_bar_tells_its_sources_apart(noise: float, passes: bool) -> None:
-    """prime-rl's bar and a bf16 server (k3 8e-4) are below it, fp8 that is quantised differently (8.7e-3) above."""
-    with nullcontext() if passes else pytest.raises(GateError):
-        assert metrics_of(noisy(noise), gate_kl=DEFAULT_GATE_KL)["k3_kl"] <= DEFAULT_GATE_KL
 
 
 def test_it_judges_the_merged_step_and_not_its_parts() -> None:

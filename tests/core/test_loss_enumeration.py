@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 import mismatch_plugin as mp
-from mismatch_plugin.core.loss import token_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 
@@ -156,41 +155,3 @@ def test_at_the_anchor_every_objective_has_reinforces_gradient(
         assert relative(found[name], found["reinforce"]) < 1e-10, name
     if aggregation == "seq-mean-token-sum" and algorithm:
         assert relative(found["reinforce"], problem.true_gradient(theta)) < 1e-10
-
-
-# KL -------------------------------------------------------------------------------------------------------------------
-
-
-def weighted_kl(problem: Problem, kind: str, algorithm: int, tis: dict[str, object], theta: Tensor) -> list[float]:
-    """How far `terms.kl_importance_weighted` is from each state's KL(π_θ‖π_ref), averaged over the states that π_θ
-    visits: in value, in gradient; and in gradient from that of KL(π_ref‖π_θ)."""
-    logits = theta.clone().requires_grad_()
-    ref = problem.old + 3 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    packed = problem.packed(problem.old).replace(ref_log_probs=torch.cat(problem.token_log_probs(ref)))
-    terms = {"kl_coef": 1.0, "kl_type": kind, "kl_importance_weighted": True}
-    settings = config(algorithm, tis=tis, terms=terms)
-    (term,) = token_loss(torch.cat(problem.token_log_probs(logits)), packed, settings).terms()
-    repeats = torch.tensor(packed.lengths)
-    mu = problem.mu().repeat_interleave(repeats)
-    visits = problem.sequence_log_probs(logits.detach()).exp().repeat_interleave(repeats)
-    states = [problem.row[r[:t]] for r in problem.responses for t in range(len(r))]
-    pi, other = logits.log_softmax(-1)[states], ref.log_softmax(-1)[states]
-    found = (mu * term.added).sum()
-    forward = (visits * (pi.exp() * (pi - other)).sum(-1)).sum()
-    backward = (visits * (other.exp() * (other - pi)).sum(-1)).sum()
-    slope = gradient_of(found, logits)
-    return [relative(found, forward), *(relative(slope, gradient_of(kl, logits)) for kl in (forward, backward))]
-
-
-@pytest.mark.parametrize("algorithm", [2, 3])
-@pytest.mark.parametrize("level", ["prefix", "sequence"])
-def test_when_a_weighted_kl_is_unbiased(problem: Problem, algorithm: int, level: str) -> None:
-    """As `terms.kl_importance_weighted` says, and nowhere else: not for bounded or token weights, nor, in algorithm 2,
-    once π_θ is not π_old; not the value of k2, nor where low_var_kl is cut."""
-    exact = {"level": level, **UNBOUNDED}
-    for kind in ("k1", "k2", "k3", "low_var_kl"):
-        found = [error < 1e-10 for error in weighted_kl(problem, kind, algorithm, exact, problem.old)]
-        assert found == [kind in ("k1", "k3"), kind == "k2", kind == "k3"]
-        for tis in ({"level": "token", **UNBOUNDED}, {"level": level, "upper_bound": 1.2}):
-            assert min(weighted_kl(problem, kind, algorithm, tis, problem.old)) > 1e-2
-    assert (weighted_kl(problem, "k2", algorithm, exact, problem.theta)[1] < 1e-10) == (algorithm == 3)

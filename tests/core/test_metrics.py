@@ -29,42 +29,6 @@ def test_deviations_keep_their_digits_where_the_engines_nearly_agree(level: str,
         assert metrics[name] == pytest.approx(noise, rel=1e-3 if noise > 1e-9 else 1e-2), name
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_the_deviation_of_small_weights_keeps_its_digits(level: str) -> None:
-    """Products of long responses are e^-19; normalised, their mean is 1. Catches moments about 1, which give 0."""
-    rows = [-19.0, -18.5, -19.5, -19.8]
-    metrics = metrics_of(of_log_ratios([[log] for log in rows]), **weighted(level, batch_normalize=True))
-    mean = sum(map(math.exp, rows)) / 4
-    expected = math.sqrt(sum((math.exp(log) / mean - 1) ** 2 for log in rows) / 4)
-    assert metrics["rollout_is_weight_after_std"] == pytest.approx(expected, rel=1e-5)
-
-
-def test_sample_sizes_of_ratios() -> None:
-    # ρ: 4 and five of 1: (9)² / (6 · 21)
-    packed = of_log_ratios([[math.log(4.0)], *[[0.0]] * 5])
-    for level, name in (("token", "ratio"), ("sequence", "ratio_unit"), ("geometric", "ratio_unit")):
-        metrics = metrics_of(packed, **weighted(level))
-        assert metrics[f"rollout_is_{name}_eff_sample_size"] == pytest.approx(81 / 126)
-        assert ("rollout_is_ratio_unit_mean" in metrics) is (level != "token")
-    # Products that vanish alike are of equal weight; tokens that vanish leave no digits, but small ones have them.
-    metrics = metrics_of(of_log_ratios([[-30.0], [-30.0]]), **weighted("sequence"))
-    assert metrics["rollout_is_ratio_unit_eff_sample_size"] == pytest.approx(1.0)
-    assert metrics["rollout_is_ratio_eff_sample_size"] == 0.0
-    metrics = metrics_of(of_log_ratios([[math.log(0.05)] * 4]))
-    assert metrics["rollout_is_ratio_eff_sample_size"] == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("lower", [0.0, 1e-8, None])
-@pytest.mark.parametrize("log_ratio", [-17.0, -18.0, -19.5, -20.0, -40.0])
-@pytest.mark.parametrize("upper", [2.0, math.inf])
-def test_vanishing_ratios_have_a_sample_size(log_ratio: float, lower: float | None, upper: float) -> None:
-    """Equal weights have size 1 and deviation 0, however small. Catches (mean c)²/mean c² formed from ρ − 1."""
-    settings = weighted("sequence", "clip", lower_bound=lower, upper_bound=upper)
-    metrics = metrics_of(of_log_ratios([[log_ratio]] * 3), **settings)
-    assert metrics["rollout_is_eff_sample_size"] == pytest.approx(1.0, abs=1e-6)
-    assert metrics["rollout_is_std"] == pytest.approx(0.0, abs=1e-7)
-
-
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 def test_long_responses_in_float32_keep_their_digits(mode: str) -> None:
     """Equal tokens, 32768 of them: every mean is the token's own value, in one piece or in sixteen: to 1e-5.

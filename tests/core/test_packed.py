@@ -88,20 +88,6 @@ def test_batches_without_a_token(lengths: list[int]) -> None:
     assert again.lengths == tuple(lengths)
 
 
-@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
-def test_half_precision_and_whole_numbers_become_float32_by_either_door(half: torch.dtype) -> None:
-    values = [row.to(half) for row in rows(0.0)]
-    by_lists = mp.PackedSequences.from_lists(old_log_probs=values, loss_masks=MASKS)
-    directly = mp.PackedSequences(
-        loss_mask=torch.ones(6, dtype=torch.bool), lengths=LENGTHS, old_log_probs=torch.cat(values)
-    )
-    for packed in (by_lists, directly):
-        assert packed.old_log_probs is not None and packed.old_log_probs.dtype == torch.float32
-        assert torch.equal(packed.old_log_probs, torch.cat(values).float())
-    whole = mp.PackedSequences.from_lists(old_log_probs=[[-1, -2]], loss_masks=[[1.0, 0.0]])
-    assert whole.old_log_probs is not None and whole.old_log_probs.dtype == torch.float32
-
-
 def test_one_advantage_a_sequence_is_spread_over_its_tokens() -> None:
     packed = mp.PackedSequences.from_lists(loss_masks=MASKS, advantages=[1.5, 7.0, -2.0, torch.tensor(0.5)])
     assert packed.advantages is not None and packed.advantages.tolist() == [1.5, 1.5, 1.5, -2, -2, 0.5]
@@ -216,11 +202,6 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
 def test_from_lists_errors(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         mp.PackedSequences.from_lists(**fields)
-
-
-def test_what_is_not_finite_is_fine_under_the_mask() -> None:
-    fields = {name: [[0.5, math.nan]] for name in ("advantages", "ref_log_probs", "entropy")}
-    mp.PackedSequences.from_lists(loss_masks=[[1, 0]], **fields)
 
 
 PADDED_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [

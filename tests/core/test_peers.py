@@ -22,8 +22,6 @@ import torch
 from torch import Tensor
 
 import mismatch_plugin as mp
-from mismatch_plugin.core.loss import token_loss
-from tests.core.worked import logs
 from tests.fixtures import method_peers, rejection_peers
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
@@ -119,39 +117,3 @@ def test_m2po_keeps_what_areal_keeps() -> None:
         assert (squares[theirs & ~ours & mask] > squares[theirs & mask].max() / 1.1).all()
         rejected += int((mask & ~theirs).sum())
     assert rejected > 20
-
-
-# Worked ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("preset", "small", "large"), [("dppo_tv", 0.2, 0.3), ("dppo_kl", 0.11632, 0.22629)])
-def test_dppo_by_hand(preset: str, small: float, large: float) -> None:
-    """μ .1, .1, .9, .9 → p .3, .3, .6, .6. −A w log p: the second is 3 · ln .3, the third −(2/3) · ln .6. Moving back
-    stays however far. |p − μ| and KL(Bern(μ)‖Bern(p)) of all, judged or not, are in the metrics."""
-    theta = logs([[0.3, 0.3, 0.6, 0.6]])[0]
-    advantages = [torch.tensor([1.0, -1.0, 1.0, -1.0])]
-    packed = mp.PackedSequences.from_lists(
-        loss_masks=[[1] * 4], rollout_log_probs=logs([[0.1, 0.1, 0.9, 0.9]]), advantages=advantages
-    )
-    settings = mp.preset(preset).replace(metrics="full")
-    token = token_loss(theta, packed, settings)
-    assert token.correction.keep.tolist() == [0.0, 1.0, 1.0, 0.0]
-    assert token.policy.tolist() == pytest.approx([0.0, -3.61192, 0.34055, 0.0], abs=5e-6)
-    metrics = mp.policy_loss(theta, packed, settings).statistics.metrics()
-    head = f"rollout_corr/rollout_rs_{settings.criteria[0].name}_"
-    found = [metrics[head + name] for name in ("min", "max", "mean", "fraction_high", "masked_fraction")]
-    assert found == pytest.approx([small, large, (small + large) / 2, 0.5, 0.5], abs=5e-6)
-
-
-def test_opsm_by_hand() -> None:
-    """mean(log μ − log p) is .1, .3, .3, .3: only what is far and of negative advantage goes; π_old does not count."""
-    rows = [[-1.0, -1.0]] * 4
-    packed = mp.PackedSequences.from_lists(
-        loss_masks=[[1, 1]] * 4, rollout_log_probs=rows, old_log_probs=rows, advantages=[-1.0, -1.0, 1.0, 0.0]
-    )
-    log_probs = torch.tensor([value for gap in (0.1, 0.3, 0.3, 0.3) for value in (-0.9 - gap, -1.1 - gap)])
-    result = mp.policy_loss(log_probs, packed, mp.preset("opsm", delta=0.2))
-    assert result.correction.keep.tolist() == [1, 1, 0, 0, 1, 1, 1, 1] and int(result.denominator) == 8
-    metrics = result.statistics.metrics()
-    assert metrics["rollout_corr/rollout_rs_sequence_mean_ratio_negative_seq_masked_fraction"] == 0.25
-    assert metrics["rollout_corr/kl"] == 0.0  # of π_old, which the loss's mismatch is measured of

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.config.units import LEVELS, PRODUCTS, RS_LEVELS, UNITS, Level
+from mismatch_plugin.config.units import UNITS
 from mismatch_plugin.core.units import acting_bounds, chunk_parts, number_runs, unit_log_ratio, unit_tokens
 from mismatch_plugin.parallel.context import shard
 from tests.core.worked import config, of_log_ratios, weighted
@@ -120,15 +120,6 @@ def test_turn_numbers_that_cannot_be_are_refused(ids: list[int], said: str) -> N
     with pytest.raises(ValueError, match=f"unit_ids of sequence 1 {said}"):
         packed.unit_numbers()
     mp.PackedSequences.from_lists(loss_masks=[[1], [1, 1, 1]], unit_ids=[[0], [0, 1, 2]]).unit_numbers()
-
-
-def test_levels_and_aggregates_are_words_for_the_same_units() -> None:
-    assert {*LEVELS, "none"} == {*get_args(Level)}
-    assert PRODUCTS == ("turn", "sequence", "prefix") and RS_LEVELS == ("token", "sequence", "geometric")
-    assert mp.preset("pg_rs").unit == UNITS["token"]  # level none: metrics of tokens
-    for level, aggregate in (("token", "token"), ("sequence", "sequence_sum"), ("geometric", "sequence_mean")):
-        one, other = (config(rs={"criteria": (f"{word}:ratio:2.0",)}) for word in (level, aggregate))
-        assert one.criteria[0].unit is UNITS[aggregate] and one.criteria[0].unit == UNITS[level] and one == other
 
 
 @pytest.mark.parametrize(

@@ -91,16 +91,6 @@ def test_an_invalid_training_log_prob_stops_whatever_uses_it(settings: dict[str,
     assert metrics["invalid_nan"] == 1 and math.isfinite(metrics["kl"])
 
 
-def test_several_defects_are_all_counted_and_the_first_are_named() -> None:
-    rollout = [[None, NAN, 0.5, -9999.0, -INF]]
-    packed = mp.PackedSequences.from_lists(old_log_probs=[[-1.0] * 5], rollout_log_probs=rollout, loss_masks=[[1] * 5])
-    assert [item.position for item in packed.invalid] == [0, 1, 2, 3, 4]
-    with pytest.raises(mp.InvalidLogProbError, match=r"position 0 .*position 1 .*position 2 .*and 2 more"):
-        mp.correct(packed, config(**TIS))
-    metrics = metrics_of(packed, **TIS, rollout_log_prob_policy="neutral")
-    assert [metrics[f"invalid_{kind}"] for kind in ("nan", "positive", "floor")] == [2, 1, 2]
-
-
 def test_a_batch_without_one_valid_log_prob_has_no_metric_of_the_mismatch() -> None:
     """A mean of nothing, 0, would be read as perfect agreement."""
     packed = mp.PackedSequences.from_lists(old_log_probs=[[-1.0]], rollout_log_probs=[[None]], loss_masks=[[1]])

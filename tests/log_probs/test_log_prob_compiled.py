@@ -9,14 +9,11 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 triton = pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
 
@@ -25,7 +22,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from mismatch_plugin.log_probs import triton_arithmetic as twin  # noqa: E402
 from mismatch_plugin.log_probs import triton_kernels  # noqa: E402
-from mismatch_plugin.log_probs.arguments import Call, RaggedSamplingMask, check_rows  # noqa: E402
+from mismatch_plugin.log_probs.arguments import Call, RaggedSamplingMask  # noqa: E402
 from mismatch_plugin.log_probs.logits import LogProbsFunction  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -201,54 +198,3 @@ def test_another_number_of_rows_compiles_nothing(variants: dict[str, set[str]], 
     assert len(variants) == 4 + ragged
     launch(3, what, torch.float32)
     assert len(variants["gradient_kernel"]) == 2, "another dtype is another variant, or nothing was counted"
-
-
-# Captured -------------------------------------------------------------------------------------------------------------
-
-
-class NoLaunches:
-    """The kernels, which do nothing: tensors without contents have nothing to compute."""
-
-    def __getattr__(self, name: str) -> Any:
-        launched = defaultdict(lambda: lambda *_, **__: None)
-        return launched if name.endswith("_kernel") else getattr(triton_kernels, name)
-
-
-class Crossings(TorchDispatchMode):
-    """Operations that have to do with two devices, with whether they wait. A meta tensor refuses those that read it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, bool]] = []
-        self.operations = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, self.operations = kwargs or {}, self.operations + 1
-        devices = {x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
-        if isinstance(target := kwargs.get("device"), torch.device):
-            devices.add(target.type)
-        if len(devices) > 1:
-            self.found.append((str(func), not kwargs.get("non_blocking", False)))
-        return func(*args, **kwargs)
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("what", ["plain", "temperature", "mask", "rows", "ragged"])
-def test_a_cuda_graph_can_capture_it(monkeypatch: pytest.MonkeyPatch, what: str, inplace: bool):
-    """Nothing waits for the device or copies from pageable memory; ragged ids copy their offsets, which are to be
-    pinned, and whose values a replay would take from the host again. A captured step: `make gpu`."""
-    monkeypatch.setattr(twin, "kernels", NoLaunches())
-    offsets = torch.zeros(5, dtype=torch.int64)
-    with torch.device("meta"):
-        logits, targets, upstream = torch.zeros(9, 64), torch.zeros(4, dtype=torch.int64), torch.zeros(2, 4)
-        rows = torch.zeros(4, dtype=torch.int64) if what == "rows" else None
-        temperature = torch.zeros(4) if what == "temperature" else 0.7
-        masks = {"mask": torch.zeros(4, 64, dtype=torch.bool), "ragged": RaggedSamplingMask(targets, offsets)}
-    with Crossings() as crossings:
-        check_rows(rows, len(logits))
-        call = Call(targets, 61, 0, rows, temperature, masks.get(what), entropy="grad", inplace_gradient=inplace)
-        inputs = twin.prepare(logits, call)
-        log_probs, entropy, shift, total = twin.finish(twin.local_statistics(inputs)[None], call)
-        gradient = twin.gradient(inputs, shift, total, entropy, *upstream)
-    assert log_probs.is_meta and gradient.shape == logits.shape and crossings.operations > 5
-    assert crossings.found == ([("aten._to_copy.default", False)] if what == "ragged" else [])

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.testing import assert_close
 from triton.runtime.interpreter import interpreter_builder
 
@@ -26,10 +25,6 @@ from mismatch_plugin.log_probs import (
     vocab_parallel_log_probs,
 )
 from tests import peers
-from tests.distributed.launch import launch
-from tests.distributed.log_probs_worker import NAMES, forward_backward, in_float32, run_triton
-from tests.distributed.log_probs_worker import make as make_sharded
-from tests.log_probs.test_log_probs import Recorder, T, inputs
 
 # numpy says so where a GPU is silent: rows of −inf and of NaN are among the cases.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -51,28 +46,6 @@ def test_equals_torch_and_float64(case: Case):
 def test_uneven_shards_equal_one(what: str, dtype: str):
     """Among them a shard of one column and one of none."""
     check_shards(what, dtype, "cpu")
-
-
-@pytest.fixture(scope="module")
-def tensor_parallel() -> dict[str, list[dict[str, Any]]]:
-    return dict(zip(NAMES, launch(run_triton, NAMES, 2), strict=True))
-
-
-@pytest.mark.parametrize("name", NAMES if FULL else NAMES[1::2])
-def test_two_processes_equal_one(tensor_parallel: dict[str, list[dict[str, Any]]], name: str):
-    """Over gloo, with the collectives of the torch Function: one all-gather of four floats a target, none backward."""
-    inputs, ranks = in_float32(make_sharded(name)), tensor_parallel[name]
-    expected = forward_backward(inputs, backend="torch")
-    for key in ("log_probs", "entropy"):
-        assert_close(ranks[0][key], expected[key], rtol=1e-6, atol=1e-6)
-        assert torch.equal(ranks[0][key], ranks[1][key]), "the losses of the ranks would drift apart"
-    gradient = torch.cat([rank["gradient"] for rank in ranks], 1)
-    rounding = 2**-7 if name == "bfloat16" else 1e-6  # the interpreter truncates to bfloat16
-    assert_close(gradient, expected["gradient"], rtol=rounding, atol=2e-6)
-    for rank in ranks:
-        assert [size for _, size in rank["forward"]] == [2 * 4 * len(inputs.targets) * 4]
-        assert "allgather" in rank["forward"][0][0] and rank["backward"] == []
-        assert rank["unchanged"] == (name != "inplace")
 
 
 def both(logits: Tensor, targets: Tensor, upstream: Tensor, **arguments: Any) -> list[list[Tensor]]:
@@ -133,41 +106,6 @@ def test_one_output_with_an_expanded_upstream(output: int):
     empty = vocab_parallel_log_probs(logits, nothing, rows=nothing, entropy="grad", backend="triton")[output]
     assert empty is not None and empty.shape == (0,)
     assert torch.count_nonzero(torch.autograd.grad(empty.sum(), logits)[0]) == 0
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_who_else_saved_the_logits_learns_that_they_were_overwritten(backend: Any):
-    leaf, targets, _, _ = make(Case("plain", 61), "cpu")
-    logits = leaf.requires_grad_() * 1.0
-    squares = logits.pow(2).sum()  # its gradient is 2 · logits
-    loss = vocab_parallel_log_probs(logits, targets, inplace_gradient=True, backend=backend).log_probs.sum()
-    assert torch.autograd.grad(loss, logits, retain_graph=True)[0].data_ptr() == logits.data_ptr()
-    with pytest.raises(RuntimeError, match="second backward through the same log-probs needs inplace_gradient=False"):
-        torch.autograd.grad(loss, logits)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(squares, leaf)
-
-
-@pytest.mark.parametrize(
-    ("what", "inplace"),
-    [("plain", False), ("padded", True), ("temperature", False), ("ragged", True), ("mask", False), ("rows", True)],
-)
-def test_no_host_sync_and_nothing_as_large_as_the_logits(what: str, inplace: bool):
-    """Five floats a target, or a few a ragged id, next to the gradient; three floats a target kept for the backward."""
-    logits, targets, options = inputs(torch.bfloat16, what)
-    saved: list[Tensor] = []
-    with Recorder() as recorder, saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        log_probs, entropy = vocab_parallel_log_probs(
-            logits, targets, entropy="grad", inplace_gradient=inplace, backend="triton", **options
-        )
-        assert entropy is not None
-        (log_probs.sum() + entropy.sum()).backward()
-    assert recorder.syncs == []
-    large = [name for name, elements in recorder.made if elements > 5 * T]
-    assert large == ([] if inplace else ["empty_like"]), recorder.made
-    given = [getattr(x, "token_ids", x) for x in (logits, targets, *options.values())]
-    caller = {x.data_ptr() for x in given if isinstance(x, Tensor)}
-    assert [x.shape[0] for x in saved if x.data_ptr() not in caller] == [T] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -92,25 +92,6 @@ SUM_OF_SEVEN = ("allreduce", 56)
 TOLD = ("broadcast", 4)
 
 
-@pytest.mark.parametrize(
-    ("layout", "count"),
-    [("cp2", 1), ("dp2", 1), ("pp2", 1), ("tp2", 1), ("cp2 dp2", 2), ("dp2 pp2", 2)],
-)
-def test_start_makes_one_small_reduction_a_dimension(layout: str, count: int) -> None:
-    """Over DP × CP only where that is more than CP; what `prepare` needs comes after it, and none of it without."""
-    grid = LAYOUTS[layout]
-    for config in CONFIGS:
-        for rank in outcomes(grid.world_size)[Case(grid, "nothing", grid.world_size - 1, config)]:
-            first, after = rank["collectives"][:count], rank["collectives"][count:]
-            assert first == [NINE] * count
-            if config == "plain":
-                assert not after
-            elif grid.pp > 1:
-                assert after[-1] == TOLD
-            elif grid.dp > 1:
-                assert after[-1] == SUM_OF_SEVEN
-
-
 # One process ----------------------------------------------------------------------------------------------------------
 
 

@@ -18,13 +18,10 @@ from typing import Any
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.config.values import merge
 from tests.distributed.correction_cases import (
     BAD_POSITION,
     BAD_SEQUENCE,
     LAYOUTS,
-    LENGTHS,
-    LEVELS,
     PRODUCT,
     Layout,
     Outcome,
@@ -32,13 +29,12 @@ from tests.distributed.correction_cases import (
     make,
     one_process,
 )
-from tests.distributed.correction_check import TOLERANCE, differences, distances, together
+from tests.distributed.correction_check import TOLERANCE, differences, together
 from tests.distributed.correction_worker import (
     Call,
     Case,
     Part,
     run,
-    run_budgets,
     run_counted,
     run_different,
     run_invalid,
@@ -59,45 +55,6 @@ ODD = (
 )
 SOME = tuple(PRODUCT[::11])  # 11 meets every value of every setting
 COUNTED = ("product", "single", "untrained_replica", "rejected", "empty", "nothing")
-BUDGETS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
-    ({}, ("token:k2:0.002:mean=0.004", "sequence_mean:k3:0.001:share=0.3")),
-    ({"use_rollout_log_probs": True, "metrics": "off"}, ("sequence_max:k2:0.05:share=0.2",)),
-    ({"rs": {"policy": "current"}, "metrics": "full"}, ("token:tv:0.02:share=0.05", "sequence_sum:k2:0.1:mean=0.2")),
-    ({"use_tis": True, "use_rollout_log_probs": True}, ("token:binary_kl:0.002:share=0.1",)),
-)
-PLAIN = Settings(0, "-", "-", False, False, "accepted", "token-mean", rotation=2)
-WEIGHTED = replace(PLAIN, algorithm=2, mode="truncate")
-# Columns of the one SUM, counted by hand. Without metrics: the log-ratio and the token count. The guide's metrics add
-# log π_train (log π_rollout is that less the log-ratio), k3, ρ − 1 and its square; token level also ρ clamped, its
-# square, high and low; token weights their sum, that of their squares and of (w − 1)². Token criteria add the rejected
-# tokens, a veto its column; k3 is there already; conditions of sequences add the advantages. Under rotation 3 k3 is
-# that of π_θ, which is not there, and staleness is a second token criterion, so that each has a column; and gspo's two.
-# The other levels' second numbers: what is summed over every part (log-ratios, tokens), then columns of the second SUM,
-# where prefix has its weights (three), ρ − 1, ρ clamped, both squared, ρ², high and low.
-COLUMNS = (
-    ("off", PLAIN, 2),
-    ("off", replace(WEIGHTED, level="sequence"), 2),
-    ("off", replace(WEIGHTED, level="token", normalizes=True), 3),
-    ("basic", replace(WEIGHTED, level="sequence"), 6),
-    ("full", replace(WEIGHTED, level="geometric", normalizes=True), 6),
-    ("basic", replace(WEIGHTED, level="token"), 13),
-    ("off", replace(PLAIN, rotation=4), 4),  # gspo: Σ log r and the tokens that enter
-    ("basic", replace(WEIGHTED, level="token", rotation=4), 15),
-    ("basic", replace(WEIGHTED, level="sequence", rejects=True, rotation=0), 9),
-    ("basic", replace(WEIGHTED, level="sequence", rejects=True, rotation=3), 14),
-    ("off", replace(WEIGHTED, level="turn", normalizes=True), 2, 2),
-    ("basic", replace(WEIGHTED, level="turn", rejects=True, rotation=0), 9, 3),
-    ("off", replace(WEIGHTED, level="prefix"), 2, 2),
-    ("off", replace(WEIGHTED, level="prefix", normalizes=True), 2, 2, 1),
-    ("off", replace(WEIGHTED, level="prefix", mode="mask"), 2, 2, 1),
-    ("basic", replace(WEIGHTED, level="prefix", rejects=True, rotation=0), 8, 2, 12),
-)
-
-
-def budget_configs(written: Callable[[str], str]) -> tuple[tuple[str, mp.MismatchConfig], ...]:
-    """Under names of their own, as a case wants its changes."""
-    rules = [merge(given, {"rs": {"criteria": [*map(written, each)]}}) for given, each in BUDGETS]
-    return tuple((f"{n}", mp.MismatchConfig.model_validate(settings)) for n, settings in enumerate(rules))
 
 
 def dealt(settings: Sequence[Settings], batch: str, count: int = 2, *changes: Any, **more: Any) -> Iterator[Case]:
@@ -133,12 +90,6 @@ def all_jobs() -> Iterator[tuple[str, Callable[[Case], Any], Case]]:
         yield from (("different", run_different, Case(batch, layout, 2, SOME[:1])) for batch in batches)
     for batch in COUNTED:
         yield from (("counted", run_counted, case) for case in dealt(PRODUCT[::23], batch))
-    for layout in LAYOUTS if FULL else LAYOUTS[::3]:
-        yield "budgets", run_budgets, Case("product", layout, 3, (), budget_configs(str))
-        unbudgeted = budget_configs(lambda rule: rule.rpartition(":")[0])
-        yield "without budgets", run_budgets, Case("product", layout, 3, (), unbudgeted)
-    for metrics, settings, *_ in COLUMNS:
-        yield "columns", run_counted, Case("product", LAYOUTS[0], 1, (settings,), (("metrics", metrics),))
 
 
 def work(job: tuple[str, Callable[[Case], Any], Case]) -> Any:
@@ -274,27 +225,6 @@ def test_old_log_probs_absent_and_dry_runs() -> None:
         assert actual.denominators == (original, original) and tokens == actual.keep.sum()
 
 
-def test_every_decision_goes_both_ways_and_no_data_are_at_a_bound() -> None:
-    """Otherwise the product would show nothing about it, or another order of summation might decide otherwise."""
-    for settings in PRODUCT[::THIN]:
-        metrics = expected("product", settings).metrics
-        accepted = metrics["rollout_corr/accepted_token_fraction"]
-        assert 0.0 < accepted < 1.0 if settings.rejects or settings.mode == "mask" else accepted == 1.0, settings
-        names = [criterion.name for criterion in settings.config().criteria]
-        for name in [*names, "staleness"] if settings.limits_staleness else names:
-            assert 0.0 < metrics[f"rollout_corr/rollout_rs_{name}_masked_fraction"] < 1.0, name
-        if settings.weighted:
-            factor = metrics.get("rollout_corr/rollout_is_batch_norm_factor", 1.0)
-            assert (abs(factor - 1.0) > 1e-3) == settings.normalizes
-        if settings.objective in ("ppo", "gspo", "cispo", "gmpo"):
-            assert all(0 < metrics[f"rollout_corr/pg_clipfrac_{side}_side"] < 1 for side in ("high", "low")), settings
-        assert min(distances("product", settings)) > 1e-6, settings
-    for batch in ODD[:-1]:
-        assert min(min(distances(batch, settings)) for settings in SOME[::THIN]) > 1e-6, batch
-    signed = {(settings.level, settings.config().tis.mode) for settings in PRODUCT if settings.config().weighs_by_sign}
-    assert signed >= {("sequence", "gamma"), *((level, "clip") for level in LEVELS)}
-
-
 # Invalid log-probs, and ranks that differ -----------------------------------------------------------------------------
 
 
@@ -418,37 +348,3 @@ def _same_collectives(layout: Layout, settings: Settings, steps: list[tuple[int,
             assert before == [call for calls in (losses if reused else masks) for call in calls]
         else:  # as the loss, whose SUM has the columns of metrics and objective, too
             assert sum(call.bytes for call in before) <= sum(call.bytes for calls in losses for call in calls)
-
-
-def test_columns_counted_by_hand() -> None:
-    n = len(LENGTHS)
-    for (metrics, settings, columns, *more), (_, ranks) in zip(COLUMNS, results("columns"), strict=True):
-        (counts,) = ranks[0]
-        parts = counts["turns"][0] if settings.level == "turn" else 4 * n
-        shapes = [(columns * n + more[0] * parts,)] if more else [(columns, n)]
-        maxima = sum(criterion.startswith("sequence_max") for criterion in settings.criteria)
-        shapes += [(maxima, n)] * (maxima > 0) + [(late, n) for late in more[1:]]
-        assert [call.shape for call in counts["losses"][0]] == shapes, f"{metrics}, {settings}"
-        assert len(counts["finish"]) == (1 if metrics == "off" else 2)
-
-
-def test_budgets_are_the_same_for_every_split() -> None:
-    """And bring no collective: the histogram travels in the step's SUM."""
-    whole = make("product")
-    packed = whole.packed().prepared()
-    for number, (_, config) in enumerate(budget_configs(str)):
-        keep, thresholds = [], None
-        for _ in range(2):
-            result = mp.policy_loss(whole.log_probs, packed, config, thresholds=thresholds)
-            keep.append(result.correction.keep)
-            thresholds = result.statistics.thresholds()
-        assert thresholds is not None
-        assert not torch.equal(*keep), f"{config.rs} changes nothing in the second step"
-        for (_, budgets), (_, plain) in zip(results("budgets"), results("without budgets"), strict=True):
-            found = [torch.zeros_like(each) for each in keep]
-            for rank, (places, kept, bounds, calls) in enumerate(each[number] for each in budgets):
-                for own, mine in zip(found, kept, strict=True):
-                    own[places] = mine
-                assert bounds == {name: float(value) for name, value in thresholds.items()}
-                assert calls == plain[rank][number][-1]
-            assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, keep, strict=True)), config.rs
