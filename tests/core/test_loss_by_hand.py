@@ -12,6 +12,7 @@ from torch import Tensor
 
 import mismatch_plugin as mp
 from mismatch_plugin.core.loss import token_loss
+from mismatch_plugin.core.objectives import score_function_kl
 from tests.core.worked import config, logs
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
