@@ -141,15 +141,6 @@ def test_kernels_of_the_loss(name: str, metrics: str, algorithm: int) -> None:
     assert many.total <= PPO_KERNELS[metrics][algorithm] + more
 
 
-@pytest.mark.parametrize("level", ["turn", "prefix"])
-def test_nothing_of_a_device_is_read(level: str) -> None:
-    """Tensors without data: whoever reads one raises. The mask's turns are as many as there could be."""
-    packed = batch(64).to("meta")
-    config = mp.MismatchConfig(**rejecting("token:k3:0.5", tis={"level": level, "mode": "mask"}))
-    assert mp.correct(packed, config).weights.shape == packed.loss_mask.shape
-    assert len(packed.units.sequence) == sum((length + 1) // 2 for length in packed.lengths)
-
-
 def test_deterministic_mode_runs_nothing_that_it_refuses_on_cuda() -> None:
     """Megatron's --deterministic-mode: torch's list has histc, bincount with weights, kthvalue and median."""
     settings = rejecting("token:k2:0.02:mean=0.02", metrics="full") | {"rollout_log_prob_policy": "neutral"}

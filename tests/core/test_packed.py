@@ -75,19 +75,6 @@ def test_unpack_and_to_padded_round_trip() -> None:
     assert whole.lengths == (3,) * 4 and whole.loss_mask.sum() == 3 and whole.sequence_ids == tuple("abcd")
 
 
-@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
-def test_batches_without_a_token(lengths: list[int]) -> None:
-    empty: list[list[float]] = [[] for _ in lengths]
-    names = ("loss_masks", "old_log_probs", "rollout_log_probs", "advantages", "weight_versions")
-    packed = mp.PackedSequences.from_lists(**dict.fromkeys(names, empty))
-    assert packed.offsets.tolist() == [0, *lengths]
-    assert [len(row) for row in packed.unpack(packed.loss_mask)] == lengths
-    padded = packed.to_padded(packed.loss_mask)
-    assert padded.shape == (len(lengths), 0)
-    again = mp.PackedSequences.from_padded(old_log_probs=padded.float(), loss_masks=padded)
-    assert again.lengths == tuple(lengths)
-
-
 def test_one_advantage_a_sequence_is_spread_over_its_tokens() -> None:
     packed = mp.PackedSequences.from_lists(loss_masks=MASKS, advantages=[1.5, 7.0, -2.0, torch.tensor(0.5)])
     assert packed.advantages is not None and packed.advantages.tolist() == [1.5, 1.5, 1.5, -2, -2, 0.5]
