@@ -171,11 +171,11 @@ def begun(config: mp.MismatchConfig, rollout: float = -1.0, prepares: bool = Fal
     step = Step(config, ParallelGroups())
     rows = {"old_log_probs": [[-0.5]], "loss_masks": [[1]], "advantages": [1.0]}
     batches = [mp.PackedSequences.from_lists(rollout_log_probs=[[value]], **rows) for value in (rollout, -0.5)]
-    step.start([batch.replace(invalid=()) for batch in batches])
+    step.start([each.replace(invalid=()) for each in batches])
     if prepares:
         step.prepare(batches)
-    for batch in batches:
-        step.loss(torch.tensor([-0.5]), batch)
+    for each in batches:
+        step.loss(torch.tensor([-0.5]), each)
     return step
 
 
@@ -188,7 +188,7 @@ def test_the_end_of_a_step_divides_gradients_or_raises() -> None:
         assert ended is not None and chunk.scaled == pytest.approx(1 / mean)
     assert end_step(None, normalized, ParallelGroups(), [Chunk(1, 1)]) is None
     gate = normalized.replace(gate_kl=1e-3)
-    with pytest.raises(GateError, match="^step 7: k3_kl"):
+    with pytest.raises(GateError, match=r"^step 7: k3_kl"):
         end_step(begun(gate), gate, ParallelGroups(), [Chunk(1, 1)], 7)
     with pytest.raises(mp.InvalidLogProbError, match="sequence 0, position 0"):
         end_step(begun(normalized, rollout=5.0), normalized, ParallelGroups(), [Chunk(1, 1)])
