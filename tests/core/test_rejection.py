@@ -43,7 +43,7 @@ def test_the_current_policy_is_judged_and_must_be_given() -> None:
         mp.correct(CURRENT, current)
 
 
-@pytest.mark.parametrize("bad", [NAN, 3.0])
+@pytest.mark.parametrize("bad", [NAN, 3.0, -INF])
 def test_an_invalid_current_log_prob_is_not_judged_and_shows_in_the_loss(bad: float) -> None:
     theta = THETA.clone()
     theta[0, 0] = bad
@@ -83,12 +83,6 @@ def test_tokens_of_older_weights_leave_the_loss(limit: int, expected: list[int],
         for name in ("rollout_rs_staleness_masked_fraction", "rollout_rs_masked_fraction"):
             assert found[f"rollout_corr/{name}"] == pytest.approx(1 - sum(expected) / 5)
         assert found["rollout_corr/kl"] == pytest.approx(-0.5)
-
-
-def test_staleness_is_one_criterion_of_several() -> None:
-    metrics = metrics_of(versions(), rejecting("token:k2:0.1", rs={"max_staleness": 2}))
-    assert metrics["rollout_rs_staleness_masked_fraction"] == pytest.approx(0.2)
-    assert metrics["rollout_rs_token_k2_masked_fraction"] == metrics["rollout_rs_masked_fraction"] == 1
 
 
 @pytest.mark.parametrize("metrics", ["off", "full"])

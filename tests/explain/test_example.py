@@ -86,9 +86,6 @@ def test_the_example_by_hand(label: str) -> None:
 
 def test_it_covers_every_mode_level_and_objective_and_can_be_narrowed() -> None:
     assert {f"{level}: {mode}" for level in LEVELS for mode in MODES} <= set(ROWS)
-    ratios = (0.55 / 0.4, 0.45 / 0.5, 0.6 / 0.9, 0.63 / 0.2, 0.78 / 0.4, 0.45 / 0.5, 0.4 / 0.5)
-    told = [float(cell.replace("−", "-")) for cell in ROWS["penalty: gradient"] if cell != PADDING]
-    assert told == pytest.approx([0.1 * math.log(ratio) for ratio in ratios], rel=5e-3)  # k2: l
     table = explain_table(["mask"], ["sequence"])
     assert [row[0] for row in table.rows] == ["π_rollout", "π_train", "sequence: ratio", "sequence: mask"]
     assert any(REJECTED in note for note in table.notes)
