@@ -155,3 +155,78 @@ def test_at_the_anchor_every_objective_has_reinforces_gradient(
         assert relative(found[name], found["reinforce"]) < 1e-10, name
     if aggregation == "seq-mean-token-sum" and algorithm:
         assert relative(found["reinforce"], problem.true_gradient(theta)) < 1e-10
+
+
+def test_prefix_is_has_less_bias_than_token_is(problem: Problem) -> None:
+    """The presets' bounded weights, with action values as advantages."""
+    values, true = problem.action_values(problem.old), problem.true_gradient(problem.old)
+    error = {}
+    for name in ("prefix_is", "token_is"):
+        settings = mp.preset(name).replace(**SUM)
+        error[name] = relative(problem.gradient(settings, problem.old, values), true)
+    assert error["prefix_is"] < 0.3 * error["token_is"], error
+
+
+# Turns ----------------------------------------------------------------------------------------------------------------
+
+
+class Conversation:
+    """Two turns of two tokens with a tool's token between them; the tool may tell the second turn of the first."""
+
+    def __init__(self, tells: bool, couples: bool) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.responses = list(itertools.product(range(3), repeat=4))
+        contexts = [self.contexts(r, tells) for r in self.responses]
+        number = {context: n for n, context in enumerate(sorted({c for row in contexts for c in row}))}
+        self.rows = [[number[context] for context in row] for row in contexts]
+
+        def noise(*shape: int, scale: float = 1.0) -> Tensor:
+            return scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        self.rollout = noise(len(number), 3)
+        self.theta = self.rollout + noise(len(number), 3, scale=0.5)
+        first, second, both = noise(3, 3), noise(3, 3), noise(3, 3, 3, 3)
+        self.reward = [float(first[a, b] + second[c, d] + couples * both[a, b, c, d]) for a, b, c, d in self.responses]
+
+    @staticmethod
+    def contexts(response: tuple[int, ...], tells: bool) -> list[tuple[object, ...]]:
+        """What each token's distribution depends on."""
+        a, b, c, _ = response
+        told = (a, b) if tells else ()
+        return [("1",), ("1", a), ("2", *told), ("2", *told, c)]
+
+    def log_probs(self, logits: Tensor) -> list[Tensor]:
+        table = logits.log_softmax(-1)
+        return [table[row, list(r)] for row, r in zip(self.rows, self.responses, strict=True)]
+
+    def gradient(self) -> Tensor:
+        """−∇ of the package's loss, with turn weights."""
+        theta = self.theta.clone().requires_grad_()
+        behind = self.log_probs(self.rollout)
+
+        def with_tool(row: Tensor) -> Tensor:
+            return torch.cat([row[:2], row.new_full((1,), math.nan), row[2:]])
+
+        packed = mp.PackedSequences.from_lists(
+            rollout_log_probs=[with_tool(row) for row in behind],
+            loss_masks=[(1, 1, 0, 1, 1)] * len(behind),
+            advantages=[row.sum().exp() * reward for row, reward in zip(behind, self.reward, strict=True)],
+        )
+        current = torch.cat([with_tool(row) for row in self.log_probs(theta)])
+        loss = mp.policy_loss(current, packed, config(3, tis={"level": "turn", **UNBOUNDED})).loss_sum
+        return -gradient_of(loss, theta)
+
+    def true_gradient(self) -> Tensor:
+        """By differentiating Σ_y π(y) R(y) itself."""
+        logits = self.theta.clone().requires_grad_()
+        rows = torch.stack([row.sum() for row in self.log_probs(logits)])
+        return gradient_of((rows.exp() * torch.tensor(self.reward, dtype=torch.float64)).sum(), logits)
+
+
+@pytest.mark.parametrize(("tells", "couples"), [(False, False), (True, False), (False, True), (True, True)])
+def test_turn_weights_are_exact_only_where_turns_know_nothing_of_each_other(tells: bool, couples: bool) -> None:
+    """Contexts independent, rewards added up: what the other turn adds averages to 0. Else it stays where the sampler
+    left it: an earlier one as the state, a later one in the reward."""
+    problem = Conversation(tells, couples)
+    error = relative(problem.gradient(), problem.true_gradient())
+    assert error > 1e-2 if tells or couples else error < 1e-10

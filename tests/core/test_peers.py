@@ -1,5 +1,5 @@
-"""Methods of the papers against the peers' own functions: answers recorded by `tests/fixtures/*_peers.py`. gspo and
-cispo: `tests/hooks`, where slime's and NeMo-RL's own losses mean the same.
+"""Methods of the papers against the peers' own functions: answers recorded by `tests/fixtures/*_peers.py`, NeMo-RL's
+where its source is. gspo and cispo of slime: `tests/hooks/slime`, where its own loss means the same.
 
 Where ours differ: verl's DPPO adds 1e-8 inside its logarithms where the binary KL here keeps probabilities in
 [1e-6, 1 − 1e-6]. slime judges each token by its own advantage, and by default against π_old. TRL counts a NaN of the
@@ -23,6 +23,8 @@ from torch import Tensor
 
 import mismatch_plugin as mp
 from tests.fixtures import method_peers, rejection_peers
+from tests.hooks.contracts import nemo_rl
+from tests.hooks.contracts.slime_source import host_root
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 
@@ -117,3 +119,37 @@ def test_m2po_keeps_what_areal_keeps() -> None:
         assert (squares[theirs & ~ours & mask] > squares[theirs & mask].max() / 1.1).all()
         rejected += int((mask & ~theirs).sum())
     assert rejected > 20
+
+
+_SEQUENCE = {"sequence_level_importance_ratios": True, "token_level_loss": False}
+_IS = {"use_importance_sampling_correction": True}
+_UNBOUNDED = {"level": "sequence", "upper_bound": torch.inf}
+NEMO: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # NeMo-RL's settings, ours
+    "gspo": (_SEQUENCE, {"objective": "gspo"}),
+    "gspo, dual clip": (_SEQUENCE | {"ratio_clip_c": 1.05}, {"objective": "gspo", "ppo": {"dual_clip": 1.05}}),
+    "gspo under weights": (_SEQUENCE | _IS, {"objective": "gspo", "use_tis": True, "tis": _UNBOUNDED}),
+    "cispo": ({"use_cispo": True, "token_level_loss": True}, {"objective": "cispo", "aggregation": "token-mean"}),
+    "reinforce": ({"disable_ppo_ratio": True, "token_level_loss": False}, {"objective": "reinforce"}),
+}
+
+
+@pytest.mark.parametrize("name", NEMO)
+def test_gspo_cispo_and_reinforce_are_nemo_rl_s(name: str) -> None:
+    host, ours = NEMO[name]
+    host = {"reference_policy_kl_penalty": 0.0, "ratio_clip_min": 0.04, "ratio_clip_max": 0.06, **host}
+    oracle = nemo_rl.own_loss(host_root("NeMo-RL"), host)
+    clips = {} if name == "reinforce" else {"eps_clip_low": 0.04, "eps_clip_high": 0.06}
+    ours = {"aggregation": "seq-mean-token-mean", **ours, "ppo": clips | ours.get("ppo", {})}
+    for seed in range(4):
+        batch = rejection_peers.make(seed)
+        mask, each = batch["mask"].double(), batch["advantages"][:, None].expand_as(batch["mask"])
+        rows = {"token_mask": mask, "advantages": each, "prev_logprobs": batch["old"]}
+        rows["generation_logprobs"] = batch["rollout"]
+        # The first column is never read: NeMo-RL's log-probs begin at the second.
+        data = {key: torch.cat([torch.zeros(len(mask), 1), value], 1) for key, value in rows.items()}
+        data["sample_mask"] = torch.ones(len(mask))
+        totals = {"global_valid_toks": mask.sum(), "global_valid_seqs": mask.any(1).sum()}
+        leaf = batch["current"].clone().requires_grad_()
+        loss = oracle(data=data, **totals, **{nemo_rl.LOSS_INPUT: leaf})[0]
+        answer = {"loss": float(loss.detach()), "gradient": torch.autograd.grad(loss, leaf)[0].tolist()}
+        answered(mp.MismatchConfig.model_validate(ours), batch, "advantages", answer, 1e-6)
