@@ -137,17 +137,17 @@ class Equality(NamedTuple):
 EQUALITIES = (
     Equality(
         "prefix_is against token_is",
-        "their bias on decision processes, exactly",
+        "their bias, by enumeration",
         "below it",
-        "core/test_prefix_bias.py::test_prefix_is_has_less_bias_than_token_is_wherever_it_is_recommended",
-        "KL 0.001 to 0.1, KL × length to 1, advantages Q − V, π_θ = π_old",
+        "core/test_loss_enumeration.py::test_prefix_is_has_less_bias_than_token_is",
+        "responses of up to four tokens, advantages Q, π_θ = π_old",
     ),
     Equality(
         "Unbiased KL",
-        "the mean KL of each state, by enumeration",
+        "the gradient of the mean KL, by enumeration",
         "1e-10",
-        "core/test_units_enumeration.py::test_when_a_weighted_kl_is_unbiased",
-        "not for token or bounded weights; the value only of k1 and k3",
+        "test_methods_page.py::test_whose_gradient_a_weighted_kl_has",
+        "not for token or bounded weights; of k2 that of KL(π_θ‖π_ref), of k3 that of KL(π_ref‖π_θ)",
     ),
     Equality(
         "prime-rl's default, KPop in AReaL",
@@ -158,9 +158,9 @@ EQUALITIES = (
     ),
     Equality(
         "GSPO",
-        "slime, NeMo-RL",
+        "NeMo-RL, and so slime",
         "1e-6",
-        "core/test_objectives_peers.py::test_equals_slime",
+        "core/test_peers.py::test_gspo_cispo_and_reinforce_are_nemo_rl_s",
         "their gradient passes through the sequence's mean, ours through each token: equal where advantage "
         "and weight are constant in a response, elsewhere theirs is the mean of ours",
     ),
@@ -183,21 +183,21 @@ EQUALITIES = (
         "GSPO, CISPO, REINFORCE",
         "NeMo-RL",
         "1e-6",
-        "core/test_objectives_peers.py::test_equals_nemo_rl",
+        "core/test_peers.py::test_gspo_cispo_and_reinforce_are_nemo_rl_s",
         "a dual clip under disable_ppo_ratio compares c with log π there; here it is refused",
     ),
     Equality(
         "SAPO",
         "verl, and so SkyRL and TRL",
         "1e-9",
-        "core/test_methods_peers.py::test_sapo_equals_verl",
+        "core/test_peers.py::test_sapo_gmpo_and_gamma_are_verl_s_and_trl_s",
         "verl takes seq-mean-token-mean whatever loss_agg_mode says",
     ),
     Equality(
         "GMPO",
         "verl, and so TRL",
         "1e-6",
-        "core/test_methods_peers.py::test_gmpo_equals_verl",
+        "core/test_peers.py::test_sapo_gmpo_and_gamma_are_verl_s_and_trl_s",
         "under seq-mean-token-mean, advantage and weight constant in a response; verl's weights enter as their "
         "geometric mean",
     ),
@@ -212,14 +212,14 @@ EQUALITIES = (
         "VESPO",
         "TRL",
         "1e-9",
-        "core/test_methods_peers.py::test_gamma_equals_trl",
+        "core/test_peers.py::test_sapo_gmpo_and_gamma_are_verl_s_and_trl_s",
         "TRL keeps W above 1e-8 and each token's ratio within e^±20; ours keep W within e^±20",
     ),
     Equality(
         "M2PO",
         "AReaL",
         "the same tokens, but for those within a bin (2.3 %) of its cut",
-        "core/test_budgets.py::test_m2po_keeps_what_areal_keeps",
+        "core/test_peers.py::test_m2po_keeps_what_areal_keeps",
         "AReaL sorts each micro-batch; here the step before gives the cut, and the first step rejects l² > 0.04",
     ),
     Equality(
@@ -233,7 +233,7 @@ EQUALITIES = (
         "OPSM",
         "TRL 1.16.0, slime",
         "the same masks",
-        "core/test_rejection_peers.py::test_opsm_equals_trl_and_slime",
+        "core/test_peers.py::test_dppo_is_verl_s_and_opsm_trl_s_and_slime_s",
         "slime takes each token's advantage, and by default π_old for π_rollout; TRL counts NaN as no "
         "divergence (policy neutral)",
     ),
@@ -241,15 +241,14 @@ EQUALITIES = (
         "Per-decision weights with A_t = Q(s_t, a_t)",
         "the true gradient, by enumeration",
         "1e-10",
-        "core/test_units_enumeration.py::test_prefix_weights_with_action_values_are_the_true_gradient",
-        "token weights do not equal it; with one advantage a response neither do these: a direct formula "
-        "says by how much",
+        "core/test_loss_enumeration.py::test_prefix_weights_with_action_values_are_the_true_gradient",
+        "token weights do not equal it; with one advantage a response neither do these",
     ),
     Equality(
         "Turn weights",
-        "the true gradient where turns are independent, else its bias by formula",
+        "the true gradient where turns are independent, and not elsewhere",
         "1e-10",
-        "core/test_units_enumeration.py::test_turn_weights_otherwise_have_the_bias_they_must",
+        "core/test_loss_enumeration.py::test_turn_weights_are_exact_only_where_turns_know_nothing_of_each_other",
         "[when they are exact](algorithms.md#turns-and-prefixes)",
     ),
     Equality(

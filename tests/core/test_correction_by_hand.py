@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
+from tests.core.worked import config, logs, of_log_ratios, weighted
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 
@@ -23,11 +24,7 @@ ROLLOUT = [[0.50, 0.50, 0.25], [0.20, INF, 0.80], [0.50], [NAN], [0.40, 0.50]]
 MASKS = [[1, 1, 1], [1, 0, 1], [1], [0], [1, 1]]
 # Π ρ:  A 0.6·1·3 = 1.8 · B 4·0.25 = 1 · C 0.1 · E 1.5·1.6 = 2.4
 # geometric mean (of the response tokens only):  A 1.8^(1/3) · B 1 · C 0.1 · E √2.4 = 1.549…
-GEO_A, GEO_E = 1.8 ** (1 / 3), 2.4**0.5
-
-
-def logs(rows: list[list[float]]) -> list[torch.Tensor]:
-    return [torch.tensor(row, dtype=torch.float64).log() for row in rows]
+GEO_A = 1.8 ** (1 / 3)
 
 
 def packed(train: list[list[float]], rollout: list[list[float]], masks: list[list[int]]) -> mp.PackedSequences:
@@ -37,99 +34,82 @@ def packed(train: list[list[float]], rollout: list[list[float]], masks: list[lis
 BATCH = packed(TRAIN, ROLLOUT, MASKS)
 
 
-def tis(**settings: Any) -> mp.MismatchConfig:
-    rest = {name: settings.pop(name) for name in ("rs", "dry_run", "metrics") if name in settings}
-    return mp.MismatchConfig(use_tis=True, tis=mp.ImportanceSampling(**settings), **rest)
-
-
-def rejection(*criteria: mp.Criterion | str, veto: float | None = None, **rest: Any) -> mp.MismatchConfig:
-    return mp.MismatchConfig.model_validate({"rs": {"criteria": criteria, "veto_threshold": veto}, **rest})
-
-
 def rows(batch: mp.PackedSequences, values: torch.Tensor) -> list[list[float]]:
     return [row.tolist() for row in batch.unpack(values)]
 
 
 def same(found: list[list[float]], expected: list[list[float]]) -> bool:
-    return [len(row) for row in found] == [len(row) for row in expected] and all(
-        a == pytest.approx(b, rel=1e-12, abs=1e-300)
-        for f, e in zip(found, expected, strict=True)
-        for a, b in zip(f, e, strict=True)
-    )
+    return all(a == pytest.approx(b, rel=1e-12, abs=1e-300) for a, b in zip(found, expected, strict=True))
 
 
-ALL = [[1, 1, 1], [1, 0, 1], [1], [0], [1, 1]]
-WEIGHTS = {  # (mode, level, hi): weights, keep; lo = 1/hi
+WEIGHTS = {  # (level, mode, hi): weights; what batch normalisation divides by. lo = 1/hi
     # token, [0.5, 2]: 3 and 4 come down to 2; clip lifts .25 and .1 to .5; mask drops these four.
-    ("truncate", "token", 2.0): ([[0.6, 1, 2], [2, 0, 0.25], [0.1], [0], [1.5, 1.6]], ALL),
-    ("clip", "token", 2.0): ([[0.6, 1, 2], [2, 0, 0.5], [0.5], [0], [1.5, 1.6]], ALL),
-    ("mask", "token", 2.0): ([[0.6, 1, 0], [0, 0, 0], [0], [0], [1.5, 1.6]], [[1, 1, 0], [0, 0, 0], [0], [0], [1, 1]]),
+    ("token", "truncate", 2.0): ([[0.6, 1, 2], [2, 0, 0.25], [0.1], [0], [1.5, 1.6]], 9.05 / 8),
+    ("token", "clip", 2.0): ([[0.6, 1, 2], [2, 0, 0.5], [0.5], [0], [1.5, 1.6]], 9.7 / 8),
+    ("token", "mask", 2.0): ([[0.6, 1, 0], [0, 0, 0], [0], [0], [1.5, 1.6]], 4.7 / 4),
+    # turn: B's two turns have 4 and .25.
+    ("turn", "truncate", 2.0): ([[1.8] * 3, [2, 0, 0.25], [0.1], [0], [2, 2]], 6.15 / 5),
+    ("turn", "clip", 2.0): ([[1.8] * 3, [2, 0, 0.5], [0.5], [0], [2, 2]], 6.8 / 5),
+    ("turn", "mask", 2.0): ([[1.8] * 3, [0, 0, 0], [0], [0], [0, 0]], 1.8),
     # sequence, [0.5, 2]: 1.8, 1, 0.1, 2.4. B stays although both of its tokens are outside.
-    ("truncate", "sequence", 2.0): ([[1.8] * 3, [1, 0, 1], [0.1], [0], [2, 2]], ALL),
-    ("clip", "sequence", 2.0): ([[1.8] * 3, [1, 0, 1], [0.5], [0], [2, 2]], ALL),
-    ("mask", "sequence", 2.0): ([[1.8] * 3, [1, 0, 1], [0], [0], [0, 0]], [[1] * 3, [1, 0, 1], [0], [0], [0, 0]]),
+    ("sequence", "truncate", 2.0): ([[1.8] * 3, [1, 0, 1], [0.1], [0], [2, 2]], 4.9 / 4),
+    ("sequence", "clip", 2.0): ([[1.8] * 3, [1, 0, 1], [0.5], [0], [2, 2]], 5.3 / 4),
+    ("sequence", "mask", 2.0): ([[1.8] * 3, [1, 0, 1], [0], [0], [0, 0]], 2.8 / 2),
     # geometric, [2/3, 1.5]: 1.216…, 1, 0.1, 1.549…
-    ("truncate", "geometric", 1.5): ([[GEO_A] * 3, [1, 0, 1], [0.1], [0], [1.5, 1.5]], ALL),
-    ("clip", "geometric", 1.5): ([[GEO_A] * 3, [1, 0, 1], [2 / 3], [0], [1.5, 1.5]], ALL),
-    ("mask", "geometric", 1.5): ([[GEO_A] * 3, [1, 0, 1], [0], [0], [0, 0]], [[1] * 3, [1, 0, 1], [0], [0], [0, 0]]),
+    ("geometric", "truncate", 1.5): ([[GEO_A] * 3, [1, 0, 1], [0.1], [0], [1.5, 1.5]], (GEO_A + 2.6) / 4),
+    ("geometric", "clip", 1.5): ([[GEO_A] * 3, [1, 0, 1], [2 / 3], [0], [1.5, 1.5]], (GEO_A + 2.5 + 2 / 3) / 4),
+    ("geometric", "mask", 1.5): ([[GEO_A] * 3, [1, 0, 1], [0], [0], [0, 0]], (GEO_A + 1) / 2),
+    # prefix: .6, .6, 1.8 | 4, 1 | .1 | 1.5, 2.4
+    ("prefix", "truncate", 2.0): ([[0.6, 0.6, 1.8], [2, 0, 1], [0.1], [0], [1.5, 2]], 9.6 / 8),
+    ("prefix", "clip", 2.0): ([[0.6, 0.6, 1.8], [2, 0, 1], [0.5], [0], [1.5, 2]], 10 / 8),
+    ("prefix", "mask", 2.0): ([[0.6, 0.6, 1.8], [0, 0, 1], [0], [0], [1.5, 0]], 5.5 / 5),
 }
 
 
-@pytest.mark.parametrize(("mode", "level", "upper"), WEIGHTS)
-def test_weights_and_keep(mode: str, level: str, upper: float) -> None:
-    weights, keep = WEIGHTS[mode, level, upper]
-    found = mp.correct(BATCH, tis(mode=mode, level=level, upper_bound=upper))
-    assert same(rows(BATCH, found.weights), weights)
-    assert rows(BATCH, found.keep) == keep
-
-
-MEANS = {  # what batch normalisation divides by
-    # 8 tokens: .6 + 1 + 2 | 2 + .25 | .1 | 1.5 + 1.6 = 9.05. Clip: .25 and .1 are .5: 9.7. Mask: the four inside: 4.7.
-    ("truncate", "token", 2.0): 9.05 / 8,
-    ("clip", "token", 2.0): 9.7 / 8,
-    ("mask", "token", 2.0): 4.7 / 4,
-    # 4 sequences with a response token (D counts nowhere), each once whatever its length.
-    ("truncate", "sequence", 2.0): (1.8 + 1 + 0.1 + 2) / 4,
-    ("clip", "sequence", 2.0): (1.8 + 1 + 0.5 + 2) / 4,
-    ("mask", "sequence", 2.0): (1.8 + 1) / 2,
-    ("truncate", "geometric", 1.5): (GEO_A + 1 + 0.1 + 1.5) / 4,
-    ("clip", "geometric", 1.5): (GEO_A + 1 + 2 / 3 + 1.5) / 4,
-    ("mask", "geometric", 1.5): (GEO_A + 1) / 2,
-}
-
-
-@pytest.mark.parametrize("with_rejection", [False, True])
-@pytest.mark.parametrize(("mode", "level", "upper"), MEANS)
-def test_batch_normalisation(mode: str, level: str, upper: float, with_rejection: bool) -> None:
+@pytest.mark.parametrize(("level", "mode", "upper"), WEIGHTS)
+def test_weights_accepted_tokens_and_their_mean(level: str, mode: str, upper: float) -> None:
+    weights, mean = WEIGHTS[level, mode, upper]
+    keep = [[float(w > 0) for w in row] for row in weights]
+    found = mp.correct(BATCH, config(**weighted(level, mode, upper_bound=upper)))
+    assert same(rows(BATCH, found.weights), weights) and rows(BATCH, found.keep) == keep
     # The veto 0.3 rejects B and C; neither the weights nor their mean may notice.
-    weights, keep = WEIGHTS[mode, level, upper]
-    rs = mp.Rejection(veto_threshold=0.3) if with_rejection else mp.Rejection()
-    config = tis(mode=mode, level=level, upper_bound=upper, batch_normalize=True, rs=rs)
-    found = mp.correct(BATCH, config)
-    mean = MEANS[mode, level, upper]
-    assert same(rows(BATCH, found.weights), [[weight / mean for weight in row] for row in weights])
-    assert float(found.statistics.batch_factor()) == pytest.approx(mean, rel=1e-12)
-    assert found.statistics.metrics()["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(mean, rel=1e-12)
-    if with_rejection:
-        keep = [keep[0], [0, 0, 0], [0], [0], keep[4]]
-    assert rows(BATCH, found.keep) == keep
+    for veto, kept in ((None, keep), (0.3, [keep[0], [0, 0, 0], [0], [0], keep[4]])):
+        settings = weighted(level, mode, upper_bound=upper, batch_normalize=True) | {"rs": {"veto_threshold": veto}}
+        found = mp.correct(BATCH, config(**settings))
+        assert same(rows(BATCH, found.weights), [[weight / mean for weight in row] for row in weights])
+        assert float(found.statistics.batch_factor()) == pytest.approx(mean, rel=1e-12)
+        assert found.statistics.metrics()["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(mean)
+        assert rows(BATCH, found.keep) == kept
 
 
 def test_a_given_batch_factor_replaces_the_mean_of_this_batch() -> None:
-    found = mp.correct(BATCH, tis(batch_normalize=True), batch_factor=0.5)
+    found = mp.correct(BATCH, config(**weighted(batch_normalize=True)), batch_factor=0.5)
     assert same(rows(BATCH, found.weights), [[1.2, 2, 4], [4, 0, 0.5], [0.2], [0], [3, 3.2]])
-    # Without batch normalisation it is not used.
-    assert same(rows(BATCH, mp.correct(BATCH, tis(), batch_factor=0.5).weights), WEIGHTS["truncate", "token", 2.0][0])
+    plain = mp.correct(BATCH, config(**weighted()), batch_factor=0.5)  # not used without batch normalisation
+    assert same(rows(BATCH, plain.weights), WEIGHTS["token", "truncate", 2.0][0])
 
 
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("level", ["token", "turn", "sequence", "geometric", "prefix"])
 def test_a_mean_of_zero_is_factor_one(level: str) -> None:
     # Mask mode, every ratio 4: all are rejected, and 0/0 must not turn up.
     batch = packed([[0.8, 0.8], [0.8]], [[0.2, 0.2], [0.2]], [[1, 1], [1]])
-    found = mp.correct(batch, tis(mode="mask", level=level, batch_normalize=True))
+    found = mp.correct(batch, config(**weighted(level, "mask", batch_normalize=True)))
     assert rows(batch, found.weights) == [[0, 0], [0]] == rows(batch, found.keep)
     assert float(found.statistics.batch_factor()) == 1.0
 
+
+@pytest.mark.parametrize("level", ["token", "turn", "prefix"])
+def test_a_ratio_at_its_bound_is_inside(level: str) -> None:
+    """ρ is exactly ½, 2 and just beyond either."""
+    ln2 = math.log(2.0)
+    for train, stays in ((-2 * ln2, True), (0.0, True), (-2 * ln2 - 1e-9, False), (1e-9, False)):
+        values = torch.tensor([-ln2, train], dtype=torch.float64)
+        batch = of_log_ratios([[0.0]]).replace(rollout_log_probs=values[:1], old_log_probs=values[1:])
+        weights = mp.correct(batch, config(**weighted(level, "mask", upper_bound=2.0))).weights
+        assert bool(weights[0] > 0) is stays
+
+
+# Criteria -------------------------------------------------------------------------------------------------------------
 
 # Two response tokens (and a masked one between them) p → q:  0.5 → 0.25 (l = −ln 2)  and  0.2 → 0.6 (l = ln 3).
 LN2, LN3, LN15 = math.log(2), math.log(3), math.log(1.5)
@@ -148,66 +128,56 @@ STATISTICS = {  # the statistic at either token
 EDGE = 1e-7
 
 
-def aggregated(statistic: str, aggregate: str) -> float:
+def aggregated(statistic: str, aggregate: str) -> tuple[float, float]:
+    """What the first and the second token are judged by."""
     first, second = STATISTICS[statistic]
+    if aggregate == "token":
+        return first, second
     if aggregate == "sequence_max":
-        return max(first, second)
+        return (max(first, second),) * 2
     if statistic in ("ratio", "k1"):
-        return first * second if aggregate == "sequence_sum" else math.sqrt(first * second)
-    return first + second if aggregate == "sequence_sum" else (first + second) / 2
+        return (first * second if aggregate == "sequence_sum" else math.sqrt(first * second),) * 2
+    return (first + second if aggregate == "sequence_sum" else (first + second) / 2,) * 2
 
 
-def kept(criterion: mp.Criterion) -> list[list[float]]:
+@pytest.mark.parametrize("aggregate", ["token", "sequence_sum", "sequence_mean", "sequence_max"])
+@pytest.mark.parametrize("statistic", STATISTICS)
+def test_criteria(statistic: Any, aggregate: Any) -> None:
+    """What is judged lies between a bound that keeps it and one that rejects it, 2e-7 apart."""
     batch = packed([[0.25, NAN, 0.6], [0.5], [0.5]], [[0.5, 0.9, 0.2], [0.5], [INF]], [[1, 0, 1], [1], [0]])
-    return rows(batch, mp.correct(batch, rejection(criterion)).keep)
+    values = aggregated(statistic, aggregate)
+    for bound in values:
+        for edge in (bound - EDGE, bound + EDGE):
+            for lower, upper in ((0.0, edge), (edge, 100.0)):
+                rule = mp.Criterion(statistic=statistic, aggregate=aggregate, lower_bound=lower, upper_bound=upper)
+                first, second = (float(lower <= value <= upper) for value in values)
+                found = rows(batch, mp.correct(batch, config(rs={"criteria": (rule,)})).keep)
+                assert found[0] == [first, 0, second] and found[2] == [0]
 
 
-@pytest.mark.parametrize("aggregate", ["sequence_sum", "sequence_mean", "sequence_max"])
-@pytest.mark.parametrize("statistic", STATISTICS)
-def test_sequence_criteria(statistic: Any, aggregate: Any) -> None:
-    """The aggregate lies between a bound that keeps the sequence and one that rejects it, 2e-7 apart."""
-    value = aggregated(statistic, aggregate)
-
-    def verdict(lower: float, upper: float) -> list[list[float]]:
-        return kept(mp.Criterion(statistic=statistic, aggregate=aggregate, lower_bound=lower, upper_bound=upper))
-
-    whole, nothing = [[1, 0, 1], [1], [0]], [[0, 0, 0], [1], [0]]
-    assert verdict(0.0, value + EDGE) == whole
-    assert verdict(0.0, value - EDGE)[0] == nothing[0]
-    assert verdict(value - EDGE, 100.0)[0] == whole[0]
-    assert verdict(value + EDGE, 100.0)[0] == nothing[0]
-
-
-@pytest.mark.parametrize("statistic", STATISTICS)
-def test_token_criteria(statistic: Any) -> None:
-    first, second = STATISTICS[statistic]
-
-    def verdict(lower: float, upper: float) -> list[float]:
-        return kept(mp.Criterion(statistic=statistic, lower_bound=lower, upper_bound=upper))[0]
-
-    assert verdict(0.0, second + EDGE) == [1, 0, 1]
-    assert verdict(0.0, second - EDGE) == [1, 0, 0]
-    assert verdict(0.0, first - EDGE) == [0, 0, 0]
-    assert verdict(first + EDGE, 100.0) == [0, 0, 1]
-    assert verdict(first - EDGE, 100.0) == [1, 0, 1]
+@pytest.mark.parametrize(("advantage", "condition"), [(-1.0, "negative"), (1.0, "away")])
+def test_a_value_at_its_bound_stays(advantage: float, condition: str) -> None:
+    """Strictly outside goes, under a condition too. 0.25 and ρ = 2 are exact."""
+    batch = mp.PackedSequences.from_lists(
+        old_log_probs=[torch.tensor([0.5]).log()], rollout_log_probs=[torch.tensor([0.25]).log()],
+        loss_masks=[[1]], advantages=[advantage],
+    )  # fmt: skip
+    for bound, keep in (("0.25", 1.0), (f"{math.nextafter(0.2499999, 0)}", 0.0)):
+        found = mp.correct(batch, config(rs={"criteria": [f"token:tv:{bound}@{condition}"]}))
+        assert found.keep.tolist() == [keep]
 
 
 def test_absent_bounds_of_a_ratio_criterion() -> None:
     # hi from TIS = 2, lo = 1/hi = 0.5: of A's .6, 1, 3 the last goes.
-    config = tis(rs=mp.Rejection(criteria=(mp.Criterion(),)))
-    assert rows(BATCH, mp.correct(BATCH, config).keep) == [[1, 1, 0], [0, 0, 0], [0], [0], [1, 1]]
-    with pytest.raises(ValueError, match="no upper bound and there is no TIS bound"):
-        rejection(mp.Criterion())
-    with pytest.raises(ValueError, match="token_k2 has no upper bound"):
-        tis(rs=mp.Rejection(criteria=(mp.Criterion(statistic="k2"),)))
+    found = mp.correct(BATCH, config(use_tis=True, rs={"criteria": [mp.Criterion()]}))
+    assert rows(BATCH, found.keep) == [[1, 1, 0], [0, 0, 0], [0], [0], [1, 1]]
 
 
 def test_veto() -> None:
     # B holds ρ = .25 and C ρ = .1; the masked tokens are NaN and must veto nothing.
-    assert rows(BATCH, mp.correct(BATCH, rejection(veto=0.3)).keep) == [[1] * 3, [0] * 3, [0], [0], [1, 1]]
-    assert rows(BATCH, mp.correct(BATCH, rejection(veto=0.2)).keep) == [[1] * 3, [1, 0, 1], [0], [0], [1, 1]]
+    for threshold, kept in ((0.3, [0] * 3), (0.2, [1, 0, 1])):
+        found = rows(BATCH, mp.correct(BATCH, config(rs={"veto_threshold": threshold})).keep)
+        assert found == [[1] * 3, kept, [0], [0], [1, 1]]
     # Unclamped: two ratios beyond the safety bound, e^-25 < 1e-10 and e^-22 > 1e-10.
-    batch = mp.PackedSequences.from_lists(
-        old_log_probs=[[-26.0], [-23.0]], rollout_log_probs=[[-1.0], [-1.0]], loss_masks=[[1], [1]]
-    )
-    assert rows(batch, mp.correct(batch, rejection(veto=1e-10)).keep) == [[0], [1]]
+    batch = of_log_ratios([[-25.0], [-22.0]])
+    assert mp.correct(batch, config(rs={"veto_threshold": 1e-10})).keep.tolist() == [0, 1]

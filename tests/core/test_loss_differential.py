@@ -18,7 +18,7 @@ import torch
 
 import mismatch_plugin as mp
 from tests.differential_draws import EVERYTHING, draw_batch, draw_config, features, given_fields, pack
-from tests.plain import Response, algorithm, corrects, leaves_out, loss_reads_rollout, stopping
+from tests.plain import Response, algorithm, loss_reads_rollout, stopping
 from tests.plain_loss import Answer, plain
 from tests.plain_metrics import Metrics, Quantile, plain_metrics
 
@@ -37,10 +37,6 @@ class Case:
     batch: list[Response]
     answer: Answer
     metrics: Metrics
-
-
-def anything(config: mp.MismatchConfig) -> bool:
-    return True
 
 
 def draw_case(rng: Random, wanted: Callable[[mp.MismatchConfig], bool], refused: Counter[str]) -> Case:
@@ -67,7 +63,7 @@ def draw_case(rng: Random, wanted: Callable[[mp.MismatchConfig], bool], refused:
 def cases(
     seed: int,
     number: int,
-    wanted: Callable[[mp.MismatchConfig], bool] = anything,
+    wanted: Callable[[mp.MismatchConfig], bool] = lambda config: True,
     refused: Counter[str] | None = None,
 ) -> Iterator[Case]:
     """As many accepted cases as asked for. refused: counts the others, by reason."""
@@ -163,7 +159,7 @@ def check(
     seed: int,
     number: int,
     one: Callable[[Case, Random], None],
-    wanted: Callable[[mp.MismatchConfig], bool] = anything,
+    wanted: Callable[[mp.MismatchConfig], bool] = lambda config: True,
 ) -> None:
     """One check on a number of cases; what fails is shown with its configuration and batch."""
     rng = Random(seed + 1000)
@@ -180,10 +176,6 @@ def check(
 @pytest.mark.parametrize("seed", range(6))
 def test_loss_gradient_weights_and_metrics_agree(seed: int) -> None:
     check(seed, 140, lambda case, rng: agree(case))
-
-
-def test_what_a_dry_run_leaves_out_agrees() -> None:
-    check(70, 150, lambda case, rng: agree(case), wanted=lambda config: corrects(config) and leaves_out(config))
 
 
 def test_draws_reach_everything() -> None:
@@ -222,15 +214,13 @@ def test_what_stops_under_the_policy_error_is_what_plain_says() -> None:
         seen.update({f"{kind} stops, rollout {read}" for kind in expected.values()} or {f"nothing stops, {read}"})
     rollout, training = ("nan", "positive", "floor", "zero_fill"), ("train_not_finite", "train_positive")
     wanted = [f"{kind} stops, rollout read" for kind in (*rollout, *training)]
-    wanted += [f"{kind} stops, rollout not read" for kind in training] + [
-        "nothing stops, read",
-        "nothing stops, not read",
-    ]
+    wanted += [f"{kind} stops, rollout not read" for kind in training]
+    wanted += ["nothing stops, read", "nothing stops, not read"]
     assert {name: seen[name] for name in wanted if seen[name] < 5} == {}
     assert {*seen} == {*wanted}
 
 
-# Splits, permutations, merges, dry run --------------------------------------------------------------------------------
+# Splits and dry run ---------------------------------------------------------------------------------------------------
 
 
 def merged(parts: Sequence[mp.Statistics]) -> mp.Statistics:
@@ -246,13 +236,14 @@ def whole_step(config: mp.MismatchConfig) -> bool:
 
 
 def splits(case: Case, rng: Random) -> None:
-    """Every response in a micro-batch at random, some of which stay empty; the step's factor from a pass before."""
+    """Every response in a micro-batch and a place at random; some stay empty. The factor is of a pass before, whose
+    parts are merged in another order."""
     config, given, answer = case.config, given_fields(case.batch), case.answer
-    home = [rng.randrange(4) for _ in case.batch]
-    parts = [[n for n, at in enumerate(home) if at == part] for part in range(rng.randrange(1, 5))]
-    parts[0] = [n for n in range(len(case.batch)) if not any(n in part for part in parts[1:])]
+    parts: list[list[int]] = [[] for _ in range(rng.randrange(1, 5))]
+    for n in rng.sample(range(len(case.batch)), len(case.batch)):
+        rng.choice(parts).append(n)
     micro = [[case.batch[n] for n in part] for part in parts]
-    factor = merged([run(batch, config, given, 1.0).result.statistics for batch in micro]).batch_factor()
+    factor = merged([run(batch, config, given, 1.0).result.statistics for batch in reversed(micro)]).batch_factor()
     close_factor(factor, case)
 
     outcomes = [run(batch, config, given, factor, (answer.denominator, answer.terms_denominator)) for batch in micro]
@@ -272,37 +263,6 @@ def splits(case: Case, rng: Random) -> None:
 @pytest.mark.parametrize("seed", [20, 21])
 def test_a_step_cut_into_micro_batches_is_the_step(seed: int) -> None:
     check(seed, 100, splits, wanted=whole_step)
-
-
-def permutation(case: Case, rng: Random) -> None:
-    order = list(range(len(case.batch)))
-    rng.shuffle(order)
-    outcome = run([case.batch[n] for n in order], case.config, given_fields(case.batch))
-    close_rows(outcome.result.correction.weights, [case.answer.weights[n] for n in order], "weight")
-    close_rows(outcome.result.correction.keep, [case.answer.keep[n] for n in order], "keep")
-    close_rows(outcome.gradient, [case.answer.gradient[n] for n in order], "gradient")
-    close(outcome.loss, case.answer.loss, "loss")
-    close_metrics(outcome.result.statistics.metrics(), case.metrics)
-
-
-def test_permuted_responses_are_permuted_answers() -> None:
-    check(30, 150, permutation)
-
-
-def merges(case: Case, rng: Random) -> None:
-    """Three batches of one configuration and the same fields."""
-    given = given_fields(case.batch)
-    batches = [case.batch[:2], case.batch[2:3], case.batch[3:]]
-    rng.shuffle(batches)
-    x, y, z = (run(batch, case.config, given).result.statistics for batch in batches)
-    first = x.merge(y).merge(z)
-    for second in (x.merge(y.merge(z)), z.merge(x).merge(y), y.merge(x).merge(z)):
-        assert first.sum_names == second.sum_names and torch.equal(first.maxima, second.maxima)
-        torch.testing.assert_close(first.sums, second.sums, rtol=1e-12, atol=1e-12)
-
-
-def test_merging_is_associative_and_commutative() -> None:
-    check(40, 60, merges)
 
 
 def uncorrected(config: mp.MismatchConfig) -> mp.MismatchConfig:

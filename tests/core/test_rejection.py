@@ -1,110 +1,54 @@
-"""Rejection at its bounds, what it needs, and staleness. Conditions and the judged policy: `test_loss_differential`."""
+"""The policy that is judged, staleness, and budgets. Conditions and all criteria: `test_loss_differential`."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import mismatch_plugin as mp
-from mismatch_plugin.parallel.context import shard
+from mismatch_plugin.core.rejection import token_statistic
+from tests.core.worked import config, logs, metrics_of, of_log_ratios
+from tests.plain import budget_bounds
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 
 NAN, INF = math.nan, math.inf
-PREFIX = "rollout_corr/"
-
-#           ρ = 2, 2, 2, ½, ½, ½; the third and sixth have A = 0; the last is a tool's token
-ROLLOUT = [[0.2, 0.2, 0.2, 0.4, 0.4, 0.4, NAN]]
-TRAIN = [[0.4, 0.4, 0.4, 0.2, 0.2, 0.2, INF]]
-ADVANTAGES = [[1.0, -1.0, 0.0, 1.0, -1.0, 0.0, NAN]]
-MASKS = [[1, 1, 1, 1, 1, 1, 0]]
-
-
-def logs(rows: list[list[float]]) -> list[Tensor]:
-    return [torch.tensor(row, dtype=torch.float64).log() for row in rows]
-
-
-def doubles(rows: list[list[float]]) -> list[Tensor]:
-    return [torch.tensor(row, dtype=torch.float64) for row in rows]
-
-
-BATCH = mp.PackedSequences.from_lists(
-    old_log_probs=logs(TRAIN), rollout_log_probs=logs(ROLLOUT), loss_masks=MASKS, advantages=doubles(ADVANTAGES)
-)
 
 
 def rejecting(*criteria: str, **settings: Any) -> mp.MismatchConfig:
-    rs = {"criteria": criteria, **settings.pop("rs", {})}
-    return mp.MismatchConfig.model_validate({"rs": rs, "metrics": "full", **settings})
-
-
-def kept(packed: mp.PackedSequences, config: mp.MismatchConfig, **arguments: Any) -> list[float]:
-    return mp.correct(packed, config, **arguments).keep.tolist()
-
-
-# Conditions -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("advantage", [-1.0, 1.0])
-def test_a_value_at_its_bound_stays(advantage: float) -> None:
-    """Strictly outside goes, under a condition too. 0.25 and ρ = 2 are exact."""
-    packed = mp.PackedSequences.from_lists(
-        old_log_probs=[torch.tensor([0.5]).log()], rollout_log_probs=[torch.tensor([0.25]).log()],
-        loss_masks=[[1]], advantages=[advantage],
-    )  # fmt: skip
-    condition = "away" if advantage > 0 else "negative"
-    for bound, keep in (("0.25", 1.0), (f"{math.nextafter(0.2499999, 0)}", 0.0)):
-        assert kept(packed, rejecting(f"token:tv:{bound}@{condition}")) == [keep]
-
-
-def test_without_advantages_a_condition_is_an_error() -> None:
-    config = rejecting("sequence_mean:ratio:0.9:inf@negative", "token:tv:0.1")
-    with pytest.raises(ValueError, match="advantages is missing: criterion sequence_mean_ratio_negative hangs on it"):
-        mp.correct(BATCH.replace(advantages=None), config)
-    assert len(kept(BATCH.replace(advantages=None), rejecting("token:tv:0.1"))) == 7
-    with pytest.raises(ValueError, match="advantages is missing"):
-        mp.policy_loss(BATCH.old_log_probs, BATCH.replace(advantages=None), config)  # pyright: ignore[reportArgumentType]
+    return config(rs={"criteria": criteria, **settings.pop("rs", {})}, **settings)
 
 
 # The policy that is judged --------------------------------------------------------------------------------------------
 
-
-CURRENT = mp.PackedSequences.from_lists(
-    old_log_probs=logs([[0.25, 0.25], [0.5, NAN]]),
-    rollout_log_probs=logs([[0.5, 0.5], [0.5, NAN]]),
-    loss_masks=[[1, 1], [1, 0]],
-    advantages=[1.0, 1.0],
+CURRENT = mp.PackedSequences.from_padded(
+    old_log_probs=torch.tensor([[0.25, 0.25], [0.5, NAN]]).log(),
+    rollout_log_probs=torch.tensor([[0.5, 0.5], [0.5, NAN]]).log(),
+    loss_masks=torch.tensor([[1, 1], [1, 0]]),
+    advantages=torch.ones(2),
 )
-THETA = torch.tensor([0.5, 0.5, 0.05, NAN], dtype=torch.float64).log()  # back at π_rollout; gone from it; padding
+THETA = torch.tensor([[0.5, 0.5], [0.05, NAN]]).log()  # back at π_rollout; gone from it; padding
 
 
-def test_without_log_probs_the_current_policy_cannot_be_judged() -> None:
-    config = rejecting("token:ratio:0.9:1.1", rs={"policy": "current"})
+def test_the_current_policy_is_judged_and_must_be_given() -> None:
+    current = rejecting("token:k2:0.1", rs={"policy": "current"})
+    for theta in (THETA, THETA.flatten()):  # may be padded
+        assert mp.correct(CURRENT, current, log_probs=theta).keep.tolist() == [1, 1, 0, 0]
+    assert mp.correct(CURRENT, rejecting("token:k2:0.1")).keep.tolist() == [0, 0, 1, 0]
     with pytest.raises(ValueError, match=r"log_probs is missing: under rs.policy current .* choose rs.policy auto"):
-        mp.correct(CURRENT, config)
+        mp.correct(CURRENT, current)
 
 
-def test_log_probs_of_the_current_policy_may_be_padded() -> None:
-    rows: dict[str, Any] = {
-        "old_log_probs": [[-1.0, -1.0], [-2.0, NAN]],
-        "rollout_log_probs": [[-1.0, -1.0], [-2.0, NAN]],
-    }
-    given: dict[str, Any] = {name: torch.tensor(values) for name, values in rows.items()}
-    packed = mp.PackedSequences.from_padded(loss_masks=torch.tensor([[1, 1], [1, 0]]), lengths=[2, 1], **given)
-    config, theta = rejecting("token:k2:0.1", rs={"policy": "current"}), torch.tensor([[-1.0, -3.0], [-2.0, NAN]])
-    assert kept(packed, config, log_probs=theta) == [1, 0, 1]
-
-
-@pytest.mark.parametrize("bad", [NAN, 3.0])
+@pytest.mark.parametrize("bad", [NAN, 3.0, -INF])
 def test_an_invalid_current_log_prob_is_not_judged_and_shows_in_the_loss(bad: float) -> None:
-    config = rejecting("token:k2:0.1", "sequence_sum:k2:0.5", rs={"policy": "current"})
     theta = THETA.clone()
-    theta[0] = bad
-    result = mp.policy_loss(theta, CURRENT, config)
+    theta[0, 0] = bad
+    settings = rejecting("token:k2:0.1", "sequence_sum:k2:0.5", rs={"policy": "current"})
+    result = mp.policy_loss(theta, CURRENT, settings)
     assert result.correction.keep.tolist() == [1, 1, 0, 0]
     assert bool(result.loss.isnan()) == math.isnan(bad)
 
@@ -122,82 +66,157 @@ def versions(**fields: Any) -> mp.PackedSequences:
         "advantages": [1.0],
         "loss_masks": [[1, 1, 1, 1, 1, 0]],
     }
-    return mp.PackedSequences.from_lists(
-        **{name: value for name, value in (given | fields).items() if value is not None}
-    )
+    return mp.PackedSequences.from_lists(**{name: v for name, v in (given | fields).items() if v is not None})
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(0, [0, 0, 0, 1, 1, 0]), (2, [0, 1, 1, 1, 1, 0]), (3, [1] * 5 + [0])])
 @pytest.mark.parametrize("metrics", ["off", "basic", "full"])
 def test_tokens_of_older_weights_leave_the_loss(limit: int, expected: list[int], metrics: str) -> None:
-    """They still count in ratios."""
-    config = mp.MismatchConfig.model_validate(
-        {"use_tis": True, "tis": {"level": "sequence", "upper_bound": 50.0}, "metrics": metrics}
-    )
-    correction = mp.correct(versions(), config.replace(rs={"max_staleness": limit}))
-    assert correction.keep.tolist() == expected
-    assert torch.equal(correction.weights, mp.correct(versions(), config).weights)
-    found = correction.statistics.metrics()
-    if metrics == "off":
-        return
-    share = 1 - sum(expected) / 5
-    for name in ("rollout_rs_staleness_masked_fraction", "rollout_rs_masked_fraction"):
-        assert found[PREFIX + name] == pytest.approx(share)
-    assert found[f"{PREFIX}kl"] == pytest.approx(-0.5)
+    """They still count in ratios; a dry run only reports them."""
+    settings = config(use_tis=True, tis={"level": "sequence", "upper_bound": 50.0}, metrics=metrics)
+    limited = settings.replace(rs={"max_staleness": limit})
+    correction, dry = (mp.correct(versions(), each) for each in (limited, limited.replace(dry_run=True)))
+    assert correction.keep.tolist() == expected and dry.keep.tolist() == [1] * 5 + [0]
+    assert torch.equal(correction.weights, mp.correct(versions(), settings).weights)
+    for each in (correction, dry) if metrics != "off" else ():
+        found = each.statistics.metrics()
+        for name in ("rollout_rs_staleness_masked_fraction", "rollout_rs_masked_fraction"):
+            assert found[f"rollout_corr/{name}"] == pytest.approx(1 - sum(expected) / 5)
+        assert found["rollout_corr/kl"] == pytest.approx(-0.5)
 
 
-def test_staleness_is_one_criterion_of_several() -> None:
-    config = rejecting("token:k2:0.1", rs={"max_staleness": 2})
-    metrics = mp.correct(versions(), config).statistics.metrics()
-    assert metrics[f"{PREFIX}rollout_rs_staleness_masked_fraction"] == pytest.approx(0.2)
-    assert (
-        metrics[f"{PREFIX}rollout_rs_token_k2_masked_fraction"] == metrics[f"{PREFIX}rollout_rs_masked_fraction"] == 1
-    )
-
-
-@pytest.mark.parametrize("metrics", ["off", "basic", "full"])
+@pytest.mark.parametrize("metrics", ["off", "full"])
 def test_staleness_needs_no_rollout_log_probs(metrics: str) -> None:
     """Neither absent nor invalid ones stop it: PPO only measures them."""
-    config = mp.MismatchConfig.model_validate({"rs": {"max_staleness": 2}, "metrics": metrics})
     for rollout in (None, [[NAN, NAN, -1.5, 0.7, -INF, NAN]]):
-        packed = versions(rollout_log_probs=rollout)
-        result = mp.policy_loss(torch.full((6,), -1.0), packed, config)
-        assert result.correction.keep.tolist() == [0, 1, 1, 1, 1, 0]
-        assert int(result.denominator) == 4
+        settings = config(rs={"max_staleness": 2}, metrics=metrics)
+        result = mp.policy_loss(torch.full((6,), -1.0), versions(rollout_log_probs=rollout), settings)
+        assert result.correction.keep.tolist() == [0, 1, 1, 1, 1, 0] and int(result.denominator) == 4
         assert result.correction.tokens_N.tolist() == [5] and result.correction.kept_N.tolist() == [4]
         result.statistics.metrics()
 
 
-def test_a_dry_run_only_reports_staleness() -> None:
-    config = mp.MismatchConfig.model_validate({"rs": {"max_staleness": 0}, "dry_run": True})
-    correction = mp.correct(versions(), config)
-    assert correction.keep.tolist() == [1, 1, 1, 1, 1, 0]
-    assert correction.statistics.metrics()[f"{PREFIX}rollout_rs_staleness_masked_fraction"] == pytest.approx(0.6)
-
-
 @pytest.mark.parametrize("name", ["weight_versions", "trainer_version"])
 def test_missing_versions_are_an_error(name: str) -> None:
-    config = mp.MismatchConfig.model_validate({"rs": {"max_staleness": 2}})
     with pytest.raises(ValueError, match=f"{name} is missing: rs.max_staleness needs the version"):
-        mp.correct(versions(**{name: None}), config)
+        mp.correct(versions(**{name: None}), config(rs={"max_staleness": 2}))
 
 
-@pytest.mark.parametrize("version", [1.5, "7", True, torch.tensor(7)])
-def test_a_trainer_version_is_a_whole_number_on_the_host(version: Any) -> None:
-    with pytest.raises(ValueError, match=r"trainer_version is .*: pass the number of the weights that train"):
-        versions(trainer_version=version)
+# Budgets --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_trainer_version_fits_64_bits() -> None:
-    with pytest.raises(ValueError, match="trainer_version is 9223372036854775808: no number of versions is that large"):
-        versions(trainer_version=2**63)
+def batch(seed: int, sequences: int = 20, scale: float = 0.2) -> mp.PackedSequences:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 30, (sequences,), generator=generator).tolist()
+    rollout = [-3.0 * torch.rand(n, generator=generator, dtype=torch.float64) - 1.0 for n in lengths]
+    gaps = [scale * torch.randn(n, generator=generator, dtype=torch.float64) for n in lengths]
+    return mp.PackedSequences.from_lists(
+        loss_masks=[(torch.rand(n, generator=generator) < 0.8).long().tolist() for n in lengths],
+        rollout_log_probs=rollout,
+        old_log_probs=[(row + gap).clamp(max=-1e-3) for row, gap in zip(rollout, gaps, strict=True)],
+        advantages=torch.randn(sequences, generator=generator).tolist(),
+    )
 
 
-def test_the_trainer_version_goes_with_the_batch() -> None:
-    packed = versions()
-    assert packed.replace(advantages=None).trainer_version == 10
-    assert packed.replace(trainer_version=12).trainer_version == 12
-    assert packed.to("meta").trainer_version == 10
-    assert [shard(packed, "zigzag", 2, rank).trainer_version for rank in range(2)] == [10, 10]
-    padded = mp.PackedSequences.from_padded(loss_masks=torch.ones(1, 2), trainer_version=4)
-    assert padded.trainer_version == 4
+def test_m2po_by_hand() -> None:
+    """l² .01, .04, .36, 1: means .3525, .1367, .025, so that two of four stay below .04."""
+    packed = of_log_ratios([[0.1, 0.2, 0.6, -1.0]])
+
+    def second(settings: mp.MismatchConfig) -> tuple[list[float], float]:
+        """What the second step on the same data keeps, and its threshold."""
+        thresholds = mp.correct(packed, settings).statistics.thresholds()
+        return mp.correct(packed, settings, thresholds=thresholds).keep.tolist(), float(thresholds["token_k2"])
+
+    keep, threshold = second(mp.preset("m2po"))
+    assert keep == [1, 1, 0, 0] and 0.02 < threshold < 0.18
+    wide = rejecting("token:k2:0.02:mean=0.18")  # the mean of all is below: nothing is rejected
+    assert second(wide) == ([1, 1, 1, 1], INF)
+    assert metrics_of(packed, wide)["rollout_rs_token_k2_threshold"] == 1e12
+    assert second(rejecting("token:k2:1e-9:mean=1e-6"))[0] == [1, 0, 0, 0], "what is smallest stays, as in AReaL"
+    for share, stays in ((0.2, 4), (0.25, 3), (0.6, 2), (0.9, 1)):
+        settings = rejecting(f"token:k2:1e-9:share={share}")
+        assert mp.correct(packed, settings).keep.sum() == 0, "the first step has the bound that is given"
+        assert second(settings)[0] == [1] * stays + [0] * (4 - stays)
+
+
+@pytest.mark.parametrize("budget", ["share=0.07", "share=0.5", "mean={:.3g}"])
+@pytest.mark.parametrize("statistic", ["k2", "k3", "tv", "binary_kl", "binary_kl_reverse"])
+@pytest.mark.parametrize("aggregate", ["token", "sequence_sum", "sequence_mean", "sequence_max"])
+def test_the_threshold_is_that_of_sorting(aggregate: str, statistic: str, budget: str) -> None:
+    for seed in range(2):
+        packed, name = batch(seed, scale=10.0 ** (-2 * seed - 0.5)), f"{aggregate}_{statistic}"
+        size = metrics_of(packed, rejecting(f"{aggregate}:{statistic}:inf", metrics="full"))
+        given = budget.format(size[f"rollout_rs_{name}_mean"] / 2)
+        settings = rejecting(f"{aggregate}:{statistic}:1e-30:{given}")
+        values = _values(packed, aggregate, statistic)
+        low, high = budget_bounds(settings.criteria[0], values)
+        threshold = float(mp.correct(packed, settings).statistics.thresholds()[name])
+        assert low <= threshold <= high
+        if settings.criteria[0].share is not None:
+            assert sum(value > threshold for value in values) <= settings.criteria[0].share * len(values)
+
+
+def _values(packed: mp.PackedSequences, aggregate: str, statistic: str) -> list[float]:
+    """What the criterion compares of each of its units."""
+    train, rollout = packed.old_log_probs, packed.rollout_log_probs
+    assert train is not None and rollout is not None
+    values = packed.unpack(token_statistic(statistic, train - rollout, train, rollout))
+    trained = [row[mask] for row, mask in zip(values, packed.unpack(packed.loss_mask), strict=True) if mask.any()]
+    if aggregate == "token":
+        return torch.cat(trained).tolist()
+    form = {"sequence_sum": torch.sum, "sequence_mean": torch.mean, "sequence_max": torch.max}[aggregate]
+    return [float(form(row)) for row in trained]
+
+
+@pytest.mark.parametrize("budget", ["share=0.1", "mean=0.1"])
+def test_what_a_budget_reads(budget: str) -> None:
+    """A step without tokens leaves the bound as written; no other figure changes; under rs.policy current the
+    histogram is of what is judged."""
+    empty = dataclasses.replace(full := batch(3), loss_mask=torch.zeros_like(full.loss_mask))
+    thresholds = mp.correct(empty, rejecting(f"token:k2:0.05:{budget}")).statistics.thresholds()
+    assert float(thresholds["token_k2"]) == 0.05
+    ours, theirs = (
+        metrics_of(batch(4), rejecting(f"sequence_sum:k2:0.5{each}", metrics="full")) for each in (f":{budget}", "")
+    )
+    assert ours.items() >= theirs.items() and len(ours) == len(theirs) + 1
+    current = rejecting("token:k2:1e-9:share=0.1", rs={"policy": "current"})
+    assert full.rollout_log_probs is not None
+    for gap, threshold in ((1e-3, 5e-7), (-0.5, 0.125)):
+        found = mp.correct(full, current, log_probs=full.rollout_log_probs + gap).statistics.thresholds()
+        assert float(found["token_k2"]) == pytest.approx(threshold, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "said"),
+    [
+        ("token:k2:1:share=0.1:mean=2", "is one of share and mean: leave one out"),
+        ("token:ratio:2:share=0.1", "raises one bound, and ratio has two: choose k2 or k3"),
+        ("token:k2:0.1:1:share=0.1", "raises the upper bound alone: leave the lower one out"),
+        ("token:k2:1:mean=0.1@negative", "counts all units: leave the condition out"),
+        ("token:k2:1:shares=0.1", "'shares' is unknown: did you mean share"),
+        ("token:k2:1:share=25", "is 25: give one between 0 and 1 (0.25 for 25 %)"),
+        ("token:k2:1:mean=0", "should be greater than 0"),
+        ("token:k2:share=0.1", "has no upper bound"),
+    ],
+)
+def test_a_budget_without_a_meaning_is_refused(criterion: str, said: str) -> None:
+    with pytest.raises(ValueError, match="rs") as caught:
+        mp.MismatchConfig.build({"rs": {"criteria": [criterion]}})
+    assert said in str(caught.value)
+    with pytest.raises(ValueError, match="the budget of token_k2 moves at every"):
+        mp.MismatchConfig.build({"rs": {"criteria": ["token:k2:1:share=0.1"], "group": "exclude"}})
+
+
+def test_advantages_of_accepted_responses_need_rewards() -> None:
+    """`rs.group` acts in `group_advantages` alone: a batch without rewards had none of it. Rewards let it through."""
+    settings = mp.MismatchConfig.build({"rs": {"criteria": ["sequence_mean:k3:0.1"], "group": "exclude"}})
+    rows = {"old_log_probs": logs([[0.3] * 3] * 2), "rollout_log_probs": logs([[0.3] * 3, [0.05] * 3])}
+    packed = mp.PackedSequences.from_lists(**rows, loss_masks=[[1] * 3] * 2, rewards=[1.0, 0.0])
+    accepted = mp.correct(packed, settings).kept_N
+    assert accepted.tolist() == [3, 0]
+    packed = packed.replace(advantages=mp.group_advantages([1.0, 0.0], [0, 0], accepted).repeat_interleave(3))
+    assert float(mp.policy_loss(torch.full((6,), -1.0), packed, settings).loss) == 0.0
+    without = packed.replace(rewards=None)
+    with pytest.raises(ValueError, match=r"rewards is missing: rs\.group exclude acts in mp\.group_advantages"):
+        mp.policy_loss(torch.full((6,), -1.0), without, settings)
+    mp.policy_loss(torch.full((6,), -1.0), without, settings.replace(rs={"group": "keep"}))

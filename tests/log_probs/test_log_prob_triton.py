@@ -1,16 +1,10 @@
-"""The Triton log-probs without a GPU: every kernel interpreted. What they compile to: `test_log_prob_compiled.py`.
-
-Triton decides at its import whether it interprets, and other tests need it not to. So `CASES` run in a pytest of their
-own that has TRITON_INTERPRET=1 from the start; here is one test for each of their test functions.
-"""
+"""The Triton log-probs without a GPU: every kernel interpreted. What they compile to: `test_log_prob_compiled.py`."""
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
@@ -19,62 +13,29 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from examples.benchmarks.measuring import in_processes
 from mismatch_plugin.log_probs import torch_arithmetic, vocab_parallel_log_probs
 from mismatch_plugin.log_probs.backends import choose_arithmetic
-from tests import peers
 
 triton = pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
 
 ROOT = Path(__file__).parents[2]
-CASES = [ROOT / "tests" / "log_probs" / f"{name}_cases.py" for name in ("triton", "triton_more", "peers")]
 
 
 def version(module: Any) -> tuple[int, ...]:
     return tuple(int(part) for part in module.__version__.split(".")[:2])
 
 
-NAMES = [
-    node.name
-    for file in CASES
-    for node in ast.parse(file.read_text()).body
-    if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-]
-
-
-# 1 interpreted -------------------------------------------------------------------------------------------------------
-
-
 # Its scalars are arrays of one element, which numpy 2.4 no longer takes for numbers; Triton 3.9 no longer asks it to.
 INTERPRETER_WORKS = version(triton) >= (3, 9) or version(numpy) < (2, 4)
 
 
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[str]], str]:
-    """(outcomes of each test function, what pytest printed)."""
-    report = tmp_path_factory.mktemp("interpreted") / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *map(str, CASES)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, cwd=ROOT, check=False)
-    assert report.exists(), done.stdout[-3000:] + done.stderr[-3000:]
-    outcomes: dict[str, list[str]] = {}
-    for case in ElementTree.parse(report).iter("testcase"):
-        outcome = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
-        outcomes.setdefault(case.attrib["name"].split("[")[0], []).append(outcome)
-    return outcomes, done.stdout
-
-
 @pytest.mark.skipif(not INTERPRETER_WORKS, reason="this Triton's interpreter needs numpy < 2.4")
-@pytest.mark.parametrize("name", NAMES)
-def test_interpreted(interpreted: tuple[dict[str, list[str]], str], name: str):
-    outcomes, printed = interpreted
-    found = set(outcomes.get(name, ["never ran"]))
-    if found == {"skipped"} and peers.missing():
-        pytest.skip(peers.ABSENT)
-    assert found == {"passed"}, printed[-5000:]
-
-
-# 2 chosen ------------------------------------------------------------------------------------------------------------
+def test_interpreted():
+    """Triton decides at its import whether it interprets, and other tests need it not to: a pytest of its own."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/log_probs/triton_cases.py"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-5000:] + done.stderr[-3000:]
 
 
 def cuda_logits(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -82,16 +43,13 @@ def cuda_logits(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return FakeTensor(FakeTensorMode(), torch.empty(2, 3, dtype=dtype, device="meta"), torch.device("cuda"))
 
 
-def test_auto_is_triton_on_cuda_alone():
+def test_auto_is_triton_on_cuda_alone(monkeypatch: pytest.MonkeyPatch):
     from mismatch_plugin.log_probs import triton_arithmetic
 
     assert choose_arithmetic(cuda_logits(), "auto") is triton_arithmetic
     assert choose_arithmetic(cuda_logits(), "torch") is torch_arithmetic
     assert choose_arithmetic(cuda_logits(torch.float64), "auto") is torch_arithmetic
     assert choose_arithmetic(torch.zeros(2, 3), "auto") is torch_arithmetic
-
-
-def test_without_triton_auto_is_torch(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "mismatch_plugin.log_probs.triton_arithmetic", None)
     assert choose_arithmetic(cuda_logits(), "auto") is torch_arithmetic
     with pytest.raises(RuntimeError, match=r"backend='triton' needs Triton .*: install it or use backend='torch'"):
@@ -104,24 +62,3 @@ def test_triton_is_refused_where_it_cannot_run():
         vocab_parallel_log_probs(torch.zeros(2, 3), targets, backend="triton")
     with pytest.raises(ValueError, match=r"backend='triton' cannot do torch\.float64 logits: use backend='torch'"):
         vocab_parallel_log_probs(torch.zeros(2, 3, dtype=torch.float64), targets, backend="triton")
-
-
-def test_importing_the_package_does_not_import_triton():
-    code = "import sys, mismatch_plugin.log_probs; print('triton' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert done.stdout.strip() == "False"
-
-
-def test_what_make_gpu_counts_of_megatron_core_s_step():
-    from examples.benchmarks.gpu import megatron_step  # imports Triton
-
-    (found,) = in_processes(megatron_step, 1, "cpu")
-    assert found["loss"]["syncs"] == 0 and 100 < found["loss"]["kernels"] < found["step"]["kernels"]
-
-
-def test_make_gpu_claims_nothing_without_cuda():
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "examples.benchmarks.gpu"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
-    assert done.returncode == 2 and done.stdout == ""
-    assert "nothing was checked and nothing was measured" in done.stderr

@@ -10,15 +10,17 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
+from mismatch_plugin.core.gate import GateError
 from mismatch_plugin.parallel.agreement import StepKind, difference, step_kind
 from mismatch_plugin.parallel.groups import ParallelGroups
-from mismatch_plugin.parallel.step import Step
+from mismatch_plugin.parallel.kept_ids import check_kept_ids, ragged_mask
+from mismatch_plugin.parallel.step import Step, end_step
 from tests.distributed.agreement_worker import CONFIGS as SETTINGS
 from tests.distributed.agreement_worker import Case, Grid, batch, begin, hook_of
 from tests.distributed.launch import launch
 
 TWO = (Grid(cp=2), Grid(dp=2), Grid(pp=2), Grid(tp=2))
-FOUR = (Grid(cp=2, dp=2), Grid(dp=2, pp=2), Grid(cp=2, pp=2), Grid(tp=2, cp=2))
+FOUR = (Grid(cp=2, dp=2), Grid(dp=2, pp=2))
 LAYOUTS = {str(grid): grid for grid in (*TWO, *FOUR)}
 CONFIGS = ("plain", "normalized")
 EVERYWHERE = {
@@ -92,25 +94,6 @@ SUM_OF_SEVEN = ("allreduce", 56)
 TOLD = ("broadcast", 4)
 
 
-@pytest.mark.parametrize(
-    ("layout", "count"),
-    [("cp2", 1), ("dp2", 1), ("pp2", 1), ("tp2", 1), ("cp2 dp2", 2), ("dp2 pp2", 2), ("cp2 pp2", 2), ("tp2 cp2", 2)],
-)
-def test_start_makes_one_small_reduction_a_dimension(layout: str, count: int) -> None:
-    """Over DP × CP only where that is more than CP; what `prepare` needs comes after it, and none of it without."""
-    grid = LAYOUTS[layout]
-    for config in CONFIGS:
-        for rank in outcomes(grid.world_size)[Case(grid, "nothing", grid.world_size - 1, config)]:
-            first, after = rank["collectives"][:count], rank["collectives"][count:]
-            assert first == [NINE] * count
-            if config == "plain":
-                assert not after
-            elif grid.pp > 1:
-                assert after[-1] == TOLD
-            elif grid.dp > 1:
-                assert after[-1] == SUM_OF_SEVEN
-
-
 # One process ----------------------------------------------------------------------------------------------------------
 
 
@@ -169,3 +152,53 @@ def test_other_units_are_named_where_they_are_summed_over() -> None:
     assert difference({0: {rank: kinds["sequence", rank] for rank in (0, 1)}}) == ""
     said = difference({0: {rank: kinds["turn", rank] for rank in (0, 1)}})
     assert "rank 0 has 1 with 2 units, rank 1 has 1 with 3 units" in said
+
+
+# The step in one process ----------------------------------------------------------------------------------------------
+
+
+class Chunk(torch.nn.Linear):
+    """A megatron chunk, which scales its gradients."""
+
+    scaled = 1.0
+
+    def scale_gradients(self, factor: float) -> None:
+        self.scaled *= factor
+
+
+def begun(config: mp.MismatchConfig, rollout: float = -1.0, prepares: bool = False) -> Step:
+    """A step of two micro-batches of one token each, ρ = e^.5 in the first."""
+    step = Step(config, ParallelGroups())
+    rows = {"old_log_probs": [[-0.5]], "loss_masks": [[1]], "advantages": [1.0]}
+    batches = [mp.PackedSequences.from_lists(rollout_log_probs=[[value]], **rows) for value in (rollout, -0.5)]
+    step.start([each.replace(invalid=()) for each in batches])
+    if prepares:
+        step.prepare(batches)
+    for each in batches:
+        step.loss(torch.tensor([-0.5]), each)
+    return step
+
+
+def test_the_end_of_a_step_divides_gradients_or_raises() -> None:
+    """By a mean weight that is known only then; invalid log-probs and the gate name the step."""
+    normalized = mp.MismatchConfig(use_tis=True, tis={"batch_normalize": True})  # pyright: ignore[reportArgumentType]
+    for prepares, mean in ((False, (1 + 1.6487212707) / 2), (True, 1.0)):
+        chunk, step = Chunk(1, 1), begun(normalized, prepares=prepares)
+        ended = end_step(step, normalized, ParallelGroups(), [chunk])
+        assert ended is not None and chunk.scaled == pytest.approx(1 / mean)
+    assert end_step(None, normalized, ParallelGroups(), [Chunk(1, 1)]) is None
+    gate = normalized.replace(gate_kl=1e-3)
+    with pytest.raises(GateError, match=r"^step 7: k3_kl"):
+        end_step(begun(gate), gate, ParallelGroups(), [Chunk(1, 1)], 7)
+    with pytest.raises(mp.InvalidLogProbError, match="sequence 0, position 0"):
+        end_step(begun(normalized, rollout=5.0), normalized, ParallelGroups(), [Chunk(1, 1)])
+
+
+def test_kept_ids_are_one_list_a_token_with_the_sampled_id() -> None:
+    mask = ragged_mask([[3, 1], [], [7]])
+    assert (mask.token_ids.tolist(), mask.offsets.tolist()) == ([3, 1, 7], [0, 2, 2, 3])
+    check_kept_ids([[1, 2], [], [9]], [2, 5, 7], [1, 1, 0], "a")
+    with pytest.raises(ValueError, match="kept_ids of sample a has 1 entries for 2 response tokens"):
+        check_kept_ids([[1]], [1, 2], None, "a")
+    with pytest.raises(ValueError, match="kept_ids of sample a, position 2: the sampled id 7 is not among the 1 kept"):
+        check_kept_ids([[1, 2], [], [9]], [2, 5, 7], None, "a")

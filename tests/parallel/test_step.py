@@ -1,25 +1,27 @@
-"""The correction over two and four processes equals one process: the whole product of settings, in float64.
+"""A step over two and four processes equals one process, in float64: loss, gradient with respect to every log-prob,
+weights, accepted tokens, denominators and every metric, to 1e-12 relative; and the collectives that it makes.
 
-Over layouts × micro-batches × algorithms × levels × modes × rejection × batch normalisation × denominators: loss,
-gradient with respect to every log-prob, weights, accepted tokens, denominators and every metric, to 1e-12 relative.
-One launch per number of processes runs it all; `distributed/correction_worker.py` is what each rank does.
+A third of the product (algorithms × levels × modes × rejection × batch normalisation × denominators) runs, each setting
+in one layout; all of it in every layout with MISMATCH_FULL=1. One launch per number of processes runs all of it;
+`distributed/correction_worker.py` is what each rank does. Nothing may hang.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
-import pytest
+import torch
 
+import mismatch_plugin as mp
 from tests.distributed.correction_cases import (
-    AGGREGATIONS,
-    DENOMINATORS,
+    BAD_POSITION,
+    BAD_SEQUENCE,
     LAYOUTS,
-    LEVELS,
-    MODES,
     PRODUCT,
     Layout,
     Outcome,
@@ -27,29 +29,97 @@ from tests.distributed.correction_cases import (
     make,
     one_process,
 )
-from tests.distributed.correction_check import TOLERANCE, differences, distances, together
-from tests.distributed.correction_worker import Case, Part, run
+from tests.distributed.correction_check import TOLERANCE, differences, together
+from tests.distributed.correction_worker import (
+    Call,
+    Case,
+    Part,
+    run,
+    run_counted,
+    run_different,
+    run_invalid,
+)
 from tests.distributed.launch import launch
 
-MICRO_BATCHES = (1, 4)
+FULL = bool(os.environ.get("MISMATCH_FULL"))
+THIN = 1 if FULL else 3
+ODD = (
+    "first_chunk",  # no response token on most ranks of a context-parallel group
+    "last_token",  # only the prompt on all ranks but one
+    "untrained_replica",  # no response token on a whole replica
+    "rejected_replica",
+    "rejected",  # everything everywhere
+    "single",  # sequences of one token: the other ranks have none of it
+    "empty",  # a micro-batch without sequences, on one replica or on all
+    "nothing",  # all of them
+)
+SOME = tuple(PRODUCT[::11])  # 11 meets every value of every setting
+COUNTED = ("product", "single", "untrained_replica", "rejected", "empty", "nothing")
 
 
-@cache
-def product_of(world_size: int) -> dict[tuple[str, int], list[list[Part]]]:
-    """Every rank's parts of every step, by layout and micro-batches."""
-    layouts = [layout for layout in LAYOUTS if layout.world_size == world_size]
-    cases = [
-        Case("product", layout, count, tuple(PRODUCT), always_prepares=False)
-        for layout in layouts
-        for count in MICRO_BATCHES
+def dealt(settings: Sequence[Settings], batch: str, count: int = 2, *changes: Any, **more: Any) -> Iterator[Case]:
+    """Each of the settings in one layout, or in all of them."""
+    for number, layout in enumerate(LAYOUTS):
+        mine = tuple(settings) if FULL else tuple(settings[(number + count) % len(LAYOUTS) :: len(LAYOUTS)])
+        yield Case(batch, layout, count, mine, changes, **more)
+
+
+def all_jobs() -> Iterator[tuple[str, Callable[[Case], Any], Case]]:
+    """(name, what each rank does, case)."""
+    used = [settings for settings in SOME if settings.config().uses_rollout_values]
+    own_mean = [
+        replace(s, rotation=s.rotation * 3 + 1) for s in PRODUCT if s.normalizes and s.denominator == "accepted"
     ]
-    results = launch(run, cases, world_size, timeout=120)
-    return {(case.layout.name, case.micro_batches): ranks for case, ranks in zip(cases, results, strict=True)}
+    known = tuple(settings for settings in PRODUCT[:: 5 * THIN] if settings.algorithm in (0, 2))
+    for count in (1, 4):
+        settings = PRODUCT if FULL else PRODUCT[count - 1 :: 2 * THIN]
+        yield from (("product", run, case) for case in dealt(settings, "product", count, always_prepares=False))
+    for number, batch in enumerate(ODD):
+        yield from (("odd", run, case) for case in dealt(SOME[number % THIN :: THIN], batch))
+    yield from (("invalid", run_invalid, case) for case in dealt(used, "bad_token"))
+    for number, policy in enumerate(("neutral", "drop-token", "drop-sequence")):
+        change = ("rollout_log_prob_policy", policy)
+        yield from (("policy", run, case) for case in dealt(SOME[number % THIN :: THIN], "bad_tokens", 2, change))
+    yield from (("own mean", run, case) for case in dealt(own_mean, "product", 2, ("scope", "micro_batch")))
+    for number, layout in enumerate((LAYOUTS[0], LAYOUTS[3])):
+        yield "absent", run, Case("on_policy", layout, 2, known[number::2])
+        yield "absent", run, Case("mixed", layout, 2, known[number::2], starts=False)  # `start` refuses that
+    tried = tuple(settings for settings in SOME if settings.rejects or settings.weighted)
+    yield "dry run", run, Case("product", LAYOUTS[3], 2, tried[::THIN], (("dry_run", True),))
+    for layout in (LAYOUTS[0], LAYOUTS[2]):
+        batches = ("no versions", "versions once", *(("other metrics", "no loss") if layout.cp == 1 else ()))
+        yield from (("different", run_different, Case(batch, layout, 2, SOME[:1])) for batch in batches)
+    for batch in COUNTED:
+        yield from (("counted", run_counted, case) for case in dealt(PRODUCT[::23], batch))
+
+
+def work(job: tuple[str, Callable[[Case], Any], Case]) -> Any:
+    return job[1](job[2])
 
 
 @cache
-def expected(settings: Settings) -> Outcome:
-    return one_process(make("product"), settings.config())
+def launched(world_size: int) -> list[tuple[str, Case, list[Any]]]:
+    jobs = [job for job in all_jobs() if job[2].layout.world_size == world_size]
+    results = launch(work, jobs, world_size, timeout=120)
+    return [(name, case, ranks) for (name, _, case), ranks in zip(jobs, results, strict=True)]
+
+
+def results(name: str) -> list[tuple[Case, list[Any]]]:
+    """Every case of that name, with what each rank returned."""
+    return [(case, ranks) for size in (2, 4) for found, case, ranks in launched(size) if found == name]
+
+
+def steps(name: str) -> list[tuple[Case, tuple[Any, ...]]]:
+    """Every step of every case: the parts of the ranks."""
+    return [(case, parts) for case, ranks in results(name) for parts in zip(*ranks, strict=True)]
+
+
+@cache
+def expected(batch: str, settings: Settings, changes: tuple[Any, ...] = ()) -> Outcome:
+    return one_process(make(batch), settings.config(**dict(changes)))
+
+
+# Equal to one process -------------------------------------------------------------------------------------------------
 
 
 def total_differences(parts: Sequence[Part], whole: Outcome) -> list[str]:
@@ -58,87 +128,224 @@ def total_differences(parts: Sequence[Part], whole: Outcome) -> list[str]:
     if not parts[0].totals:
         return []
     tokens, original, accepted, factor = parts[0].totals
-    found = [] if len({tuple(part.totals) for part in parts}) == 1 else ["totals of the ranks"]
-    known_before = not config.use_rollout_log_probs
-    found += [] if tokens == whole.metrics["rollout_corr/tokens"] else ["tokens known before"]
-    found += [] if original == whole.denominators[1] else ["original known before"]
-    if config.denominator == "accepted":
-        late = config.rejects and (config.use_rollout_log_probs or parts[0].settings.rejects_on_current_policy)
-        wanted = None if late else whole.denominators[0]
-        found += [] if accepted == wanted else ["accepted known before"]
+    late = config.rejects and (config.use_rollout_log_probs or parts[0].settings.rejects_on_current_policy)
     mean = whole.metrics.get("rollout_corr/rollout_is_batch_norm_factor", 1.0)
-    found += [] if (factor is not None) == known_before else ["weight mean known before"]
-    found += [] if factor is None or math.isclose(factor, mean, rel_tol=TOLERANCE) else ["weight mean"]
-    deferred = mean if config.use_rollout_log_probs else 1.0
-    found += [] if math.isclose(parts[0].factor, deferred, rel_tol=TOLERANCE) else ["deferred factor"]
-    return found
+    known = {
+        "totals of the ranks": len({tuple(part.totals) for part in parts}) == 1,
+        "tokens": tokens == whole.metrics["rollout_corr/tokens"],
+        "original": original == whole.denominators[1],
+        "accepted": config.denominator != "accepted" or accepted == (None if late else whole.denominators[0]),
+        "weight mean known": (factor is None) == config.use_rollout_log_probs,
+        "weight mean": factor is None or math.isclose(factor, mean, rel_tol=TOLERANCE),
+        "deferred": math.isclose(parts[0].factor, mean if config.use_rollout_log_probs else 1, rel_tol=TOLERANCE),
+    }
+    return [name for name, right in known.items() if not right]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("micro_batches", MICRO_BATCHES)
-def test_equals_one_process(layout: Layout, micro_batches: int):
+def test_every_setting_equals_one_process() -> None:
     """Catches: sequences counted once a CP rank, a reduction over the wrong group, statistics or weights of a part of
     a sequence, a mean over one micro-batch, a token's number at another token's place.
     """
-    wrong = {}
-    for parts in zip(*product_of(layout.world_size)[layout.name, micro_batches], strict=True):
-        whole = expected(parts[0].settings)
+    ran = steps("product")
+    assert {case.layout for case, _ in ran} == {*LAYOUTS} and len(ran) >= len(PRODUCT) // THIN
+    for case, parts in ran:
+        whole = expected("product", parts[0].settings)
         found = differences(together(parts), whole) + total_differences(parts, whole)
-        if found:
-            wrong[parts[0].settings] = found
-    assert not wrong, "\n".join(f"{settings}: {found}" for settings, found in list(wrong.items())[:5])
+        assert not found, f"{case}, {parts[0].settings}: {found}"
 
 
-def test_nothing_of_the_product_is_missing():
-    """Counted in what the ranks returned, not in what was asked for."""
-    both = (False, True)
-    plain = itertools.product(((0, "-"), (1, "-"), (3, "none")), both, DENOMINATORS, AGGREGATIONS)
-    wanted = {(algorithm, level, "-", rejects, False, *rest) for (algorithm, level), rejects, *rest in plain}
-    weighted = set(itertools.product((2, 3), LEVELS, MODES, both, both, DENOMINATORS))
-    assert len(LAYOUTS) == 7
-    for layout, count in itertools.product(LAYOUTS, MICRO_BATCHES):
-        ran = [parts[0].settings for parts in zip(*product_of(layout.world_size)[layout.name, count], strict=True)]
-        points = {(s.algorithm, s.level, s.mode, s.rejects, s.normalizes, s.denominator, s.aggregation) for s in ran}
-        assert {point for point in points if point[2] == "-"} == wanted
-        assert {point[:-1] for point in points if point[2] != "-"} == weighted
-        for chosen in itertools.product((2, 3), both, DENOMINATORS):
-            met = {p[6] for p in points if (p[0], p[4], p[5]) == chosen and p[2] != "-"}
-            assert met == set(AGGREGATIONS), f"{chosen} meets only {met}"
+def test_odd_ranks_equal_one_process() -> None:
+    holds: dict[str, set[tuple[bool, bool]]] = {}
+    rejecting = 0
+    for case, parts in steps("odd"):
+        settings, actual = parts[0].settings, together(parts)
+        found = differences(actual, expected(case.batch, settings))
+        assert not found, f"{case}, {settings}: {found}"
+        for rank in range(case.layout.world_size):
+            for packed, _ in make(case.batch).micro_batches(case.layout, 2, rank):
+                holds.setdefault(case.batch, set()).add((bool(packed.loss_mask.numel()), bool(packed.loss_mask.any())))
+        if case.batch == "rejected" and (settings.rejects or settings.mode == "mask"):  # a zero loss, no NaN
+            rejecting += 1
+            assert sum(part.sums[0] for part in parts) == 0.0 and not any(part.tokens[2].any() for part in parts)
+            assert not (actual.keep * actual.weights).any() and actual.gradient.isfinite().all()
+            assert actual.metrics["rollout_corr/all_rejected"] == 1.0
+            assert actual.denominators[0] == (0 if settings.denominator == "accepted" else actual.denominators[1])
+            assert parts[0].factor == 1.0 or settings.mode != "mask", "there is no weight to average"
+    assert rejecting > 2
+    for batch in ("first_chunk", "last_token", "untrained_replica"):
+        assert (True, False) in holds[batch], "some rank has tokens and none that trains"
+    assert (False, False) in holds["single"] and (False, False) in holds["empty"]
+    assert holds["nothing"] == {(False, False)}
 
 
-def test_every_decision_goes_both_ways():
-    """Otherwise the product would show nothing about it."""
-    for settings in PRODUCT:
-        metrics = expected(settings).metrics
-        accepted = metrics["rollout_corr/accepted_token_fraction"]
-        assert 0.0 < accepted < 1.0 if settings.rejects or settings.mode == "mask" else accepted == 1.0, settings
-        names = [criterion.name for criterion in settings.config().criteria]
-        for name in [*names, "staleness"] if settings.limits_staleness else names:
-            assert 0.0 < metrics[f"rollout_corr/rollout_rs_{name}_masked_fraction"] < 1.0, name
-        if settings.algorithm in (2, 3) and settings.level != "none":
-            factor = metrics.get("rollout_corr/rollout_is_batch_norm_factor", 1.0)
-            assert (abs(factor - 1.0) > 1e-3) == settings.normalizes
-            if not settings.config().weighs_by_sign:
-                assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] > 0.0
-    signed = {(settings.level, settings.config().tis.mode) for settings in PRODUCT if settings.config().weighs_by_sign}
-    assert signed >= {("sequence", "gamma"), *((level, "clip") for level in LEVELS)}
-    both_sides = [settings for settings in PRODUCT if settings.objective in ("ppo", "gspo", "cispo", "gmpo")]
-    for settings in both_sides:
-        for side in ("high", "low"):
-            assert 0.0 < expected(settings).metrics[f"rollout_corr/pg_clipfrac_{side}_side"] < 1.0, settings
-    for algorithm in (0, 1, 2):
-        assert {s.objective for s in both_sides if s.algorithm == algorithm} == {"ppo", "gspo", "cispo", "gmpo"}
-    metrics = expected(PRODUCT[0]).metrics
-    for bucket in (
-        "log_ratio_by_position_below_64",
-        "log_ratio_by_position_256_to_1024",
-        "accepted_by_length_256_to_1024",
-    ):
-        assert f"rollout_corr/{bucket}" in metrics
+def by_micro_batch(layout: Layout, count: int, config: mp.MismatchConfig) -> Outcome:
+    """Each micro-batch in one process by itself, all of them added up."""
+    whole = make("product")
+    starts = [0, *torch.tensor(whole.lengths).cumsum(0).tolist()]
+    tokens, results = torch.full((3, starts[-1]), math.nan).double(), list[mp.PolicyLoss]()
+    for ids in [ids for replica in range(layout.dp) for ids in whole.ids(layout, count, replica)]:
+        places = torch.tensor([place for i in ids for place in range(starts[i], starts[i + 1])])
+        log_probs = whole.log_probs[places].requires_grad_()
+        result = mp.policy_loss(log_probs, whole.packed(ids), config)
+        (gradient,) = torch.autograd.grad(result.loss_sum, log_probs)
+        tokens[:, places] = torch.stack([gradient, result.correction.weights, result.correction.keep])
+        results.append(result)
+    statistics = results[0].statistics
+    for result in results[1:]:
+        statistics = statistics.merge(result.statistics)
+    gradient, weights, keep = tokens.unbind(0)
+    denominators = sum(int(r.denominator) for r in results), sum(int(r.terms_denominator) for r in results)
+    divisor, loss = max(denominators[0], 1), sum(float(result.loss_sum.detach()) for result in results)
+    return Outcome(loss / divisor, denominators, gradient / divisor, weights, keep, statistics.metrics())
 
 
-def test_data_keep_away_from_every_bound():
-    """Nearer than 1e-6 to a bound or to a bin's edge, another order of summation might decide otherwise."""
-    nearest = {settings: min(distances("product", settings)) for settings in PRODUCT}
-    settings, distance = min(nearest.items(), key=lambda item: item[1])
-    assert distance > 1e-6, f"{distance:g} under {settings}"
+def test_normalisation_over_a_micro_batch() -> None:
+    """The mean runs over the micro-batch's whole sequences, on all context-parallel ranks, and over no other one."""
+    for case, parts in steps("own mean"):
+        config = parts[0].settings.config(scope="micro_batch")
+        assert parts[0].factor == 1.0, "nothing is left to divide by at the end of the step"
+        assert not differences(together(parts), by_micro_batch(case.layout, 2, config)), (case, parts[0].settings)
+
+
+def test_old_log_probs_absent_and_dry_runs() -> None:
+    """The weights of algorithm 2 are known only after the step: on all ranks, though only some lack them (mixed). A dry
+    run changes neither the denominators known before the step nor the gradients after it."""
+    for case, parts in steps("absent"):
+        settings, whole = parts[0].settings, expected(case.batch, parts[0].settings)
+        assert not differences(together(parts), whole), f"{case}, {settings}"
+        _, original, accepted, factor = parts[0].totals
+        assert original == whole.denominators[1]
+        assert factor is None and (accepted is None) == (settings.rejects or settings.mode == "mask")
+        assert settings.algorithm != 2 or (parts[0].factor != 1.0) == settings.normalizes
+    for case, parts in steps("dry run"):
+        settings, actual = parts[0].settings, together(parts)
+        assert not differences(actual, expected("product", settings, case.changes)), settings
+        assert parts[0].factor == 1.0 and bool((actual.weights == actual.keep).all()), settings
+        tokens, original, accepted, factor = parts[0].totals
+        assert (accepted, factor) in ((original, 1.0), (original, None)), settings
+        assert actual.denominators == (original, original) and tokens == actual.keep.sum()
+
+
+# Invalid log-probs, and ranks that differ -----------------------------------------------------------------------------
+
+
+def test_an_error_on_one_rank_is_raised_on_all() -> None:
+    """Catches a rank that raises alone and leaves the others in a collective, and one that would step regardless. The
+    position is that in the whole sequence, not in the part of it that the rank holds."""
+    for case, ranks in steps("invalid"):
+        assert [rank["holds"] for rank in ranks].count(True) == 1
+        assert [rank["invalid"] for rank in ranks] == [1.0] * case.layout.world_size
+        for rank in ranks:
+            if rank["holds"]:
+                assert f"sequence {BAD_SEQUENCE}, position {BAD_POSITION} " in rank["message"], case
+                assert "is missing or NaN (value nan, kind nan)" in rank["message"]
+            else:
+                assert "invalid log-probs on another rank: 1 of kind nan" in rank["message"]
+            assert "--rollout-log-prob-policy neutral, drop-token or drop-sequence" in rank["message"]
+
+
+def test_invalid_log_probs_under_every_policy() -> None:
+    """A sequence is dropped on every rank that has a part of it, though only one of them sees the bad token."""
+    for case, parts in steps("policy"):
+        actual = together(parts)
+        found = differences(actual, expected("bad_tokens", parts[0].settings, case.changes))
+        assert not found, f"{case}, {parts[0].settings}: {found}"
+        assert {part.invalid for part in parts} == {4.0}
+        for kind in ("nan", "floor", "positive", "zero_fill"):
+            assert actual.metrics[f"rollout_corr/invalid_{kind}"] == 1.0
+        if ("rollout_log_prob_policy", "drop-sequence") in case.changes:
+            kept = [row.any().item() for row in actual.keep.split(make("bad_tokens").lengths)]
+            assert not any(kept[number] for number in (0, 2, 4, 5))
+
+
+def test_ranks_with_different_fields_or_settings_are_refused_on_all() -> None:
+    """Under a host that calls no `start`: vectors of different lengths in one all-reduce, a rank that raises alone.
+    Under CP some of it would make the loss itself wait: hence `start`."""
+    sentences = {
+        "no versions": "rank 0 has version_log_ratio, rank 1 has no version_log_ratio",
+        "versions once": "on rank 0: statistics cannot be merged: one has -version, version, ",
+        "other metrics": "rank 0 has metrics = 'full', rank 1 has metrics = 'basic'",
+        "no loss": "rank 1 ran no micro-batch in this step, other ranks did",
+    }
+    for case, ranks in results("different"):
+        for one, two in zip(*ranks, strict=True):
+            assert one == two and sentences[case.batch] in one, one
+
+
+# Collectives ----------------------------------------------------------------------------------------------------------
+
+
+def parts_of(settings: Settings, layout: Layout, sequences: int, turns: int) -> int:
+    """Numbers that the first SUM has for turns or chunks: log-ratio and tokens, of turns also what is rejected, and the
+    advantages where these are read."""
+    chunks = {"none": 1, "zigzag": 2 * layout.cp, "contiguous": layout.cp}[layout.context]
+    of_turns = (2 + settings.rejects + settings.by_sign) * turns
+    return {"turn": of_turns, "prefix": 2 * chunks * sequences}.get(settings.level, 0)
+
+
+def columns_of(call: Call, sequences: int, parts: int) -> int:
+    """Columns that are summed over sequences."""
+    return call.shape[0] if len(call.shape) == 2 else (call.shape[0] - parts) // sequences
+
+
+def test_exactly_these_collectives() -> None:
+    """Catches a MAX nobody needs, a reduction over data inside a micro-batch, one that autograd differentiates through,
+    a number of them that depends on what a rank holds, and a dtype in which counts are not exact.
+    """
+    held: dict[tuple[Layout, Settings], list[tuple[int, dict[str, Any]]]] = {}
+    for case, ranks in results("counted"):
+        for rank, of_rank in enumerate(ranks):
+            for settings, counts in zip(case.settings, of_rank, strict=True):
+                held.setdefault((case.layout, settings), []).append((rank, counts))
+    for (layout, settings), found in held.items():
+        _same_collectives(layout, settings, found)
+
+
+def _same_collectives(layout: Layout, settings: Settings, steps: list[tuple[int, dict[str, Any]]]) -> None:
+    maxima = sum(criterion.startswith("sequence_max") for criterion in settings.criteria)
+    shapes = [
+        (loss, n, parts_of(settings, layout, n, turns))
+        for _, counts in steps
+        for loss, n, turns in zip(counts["losses"], counts["sequences"], counts["turns"], strict=True)
+        if loss
+    ]
+    first = {columns_of(loss[0], n, parts) for loss, n, parts in shapes}
+    second = {loss[-1].shape[0] for loss, _, _ in shapes if settings.level == "prefix"}
+    assert len(first) == (1 if layout.cp > 1 else 0), "as many columns, whatever there is on a rank"
+    assert len(second) == (settings.level == "prefix" and layout.cp > 1)
+    (columns,), (late,) = first or {0}, second or {0}
+    # What is kept or weighed is known from π_old; elsewhere the masks alone are counted.
+    config = settings.config()
+    judged = config.normalizes_step or (config.rejects_by_log_probs and not config.dry_run)
+    judged = judged and settings.algorithm in (0, 2)
+    reused = judged and not settings.rejects_on_current_policy and settings.objective not in ("gspo", "gmpo")
+    for rank, counts in steps:
+        group = tuple(range(rank // layout.cp * layout.cp, (rank // layout.cp + 1) * layout.cp))
+
+        def inside(*wanted: tuple[str, tuple[int, ...]], group: tuple[int, ...] = group) -> list[Call]:
+            """Over the rank's context-parallel group. No sequences, nothing to reduce: on all of its ranks alike."""
+            calls = [Call(operation, group, shape, torch.float64) for operation, shape in wanted]
+            return [call for call in calls if len(group) > 1 and call.bytes > 0]
+
+        def over_data(operation: str, size: int) -> Call:
+            return Call(operation, tuple(range(layout.world_size)), (size,), torch.float64)
+
+        losses, masks = [], []
+        for n, turns in zip(counts["sequences"], counts["turns"], strict=True):
+            size = columns * n + parts_of(settings, layout, n, turns)
+            shape = (size,) if settings.level in ("turn", "prefix") else (columns, n)
+            losses.append(inside(("SUM", shape), ("MAX", (maxima, n)), ("SUM", (late, n))))
+            masks.append(inside(("SUM", (n * (1 + settings.limits_staleness),))))
+        assert counts["losses"] == losses, settings
+        assert counts["backward"] == []
+        agreement = inside(("MAX", (9,))) + [over_data("MAX", 9)] * (layout.dp > 1)
+        assert counts["start"] == agreement, "over CP, and over DP × CP where that is more"
+        sums, extremes = counts["state"]
+        assert counts["finish"] == [over_data("SUM", sums), over_data("MAX", extremes)]
+        assert counts["again"] == ([[] for _ in losses] if reused else losses), "nothing is reduced twice"
+        *before, total = counts["prepare"]
+        assert total == over_data("SUM", 7)
+        if reused or not judged:
+            assert before == [call for calls in (losses if reused else masks) for call in calls]
+        else:  # as the loss, whose SUM has the columns of metrics and objective, too
+            assert sum(call.bytes for call in before) <= sum(call.bytes for calls in losses for call in calls)

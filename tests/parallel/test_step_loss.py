@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, NamedTuple
 
 import pytest
@@ -84,12 +83,13 @@ def given(gradient: Tensor | None) -> Tensor:
 NORMALIZED = [
     {"use_rollout_log_probs": bypass, "use_tis": True, "terms": terms, "aggregation": aggregation}
     | {"tis": {"level": level, "mode": mode, "batch_normalize": True, "batch_normalize_scope": scope}}
-    for bypass, scope, (level, mode), aggregation, terms in itertools.product(
-        (False, True),
-        ("auto", "step"),
-        (("token", "truncate"), ("token", "mask"), ("sequence", "clip")),
-        ("token-mean", "seq-mean-token-mean"),
-        ({}, {"kl_coef": 0.1, "kl_importance_weighted": True}),
+    for bypass, scope, level, mode, aggregation, terms in (
+        (False, "auto", "token", "truncate", "token-mean", {}),
+        (False, "step", "token", "mask", "seq-mean-token-mean", {"kl_coef": 0.1, "kl_importance_weighted": True}),
+        (False, "auto", "sequence", "clip", "seq-mean-token-mean", {}),
+        (True, "auto", "token", "mask", "token-mean", {"kl_coef": 0.1, "kl_importance_weighted": True}),
+        (True, "step", "sequence", "clip", "token-mean", {}),
+        (True, "auto", "token", "truncate", "seq-mean-token-mean", {}),
     )
 ]
 PLAIN = [{}, {"use_rollout_log_probs": True}, {"rs": {"criteria": ["token:k1:1.2"]}, "terms": {"kl_coef": 0.1}}]
@@ -110,15 +110,6 @@ def test_micro_batches_are_one_step(settings: dict[str, Any]) -> None:
         assert other == pytest.approx(loss, rel=1e-12)
         torch.testing.assert_close(theirs, gradient, rtol=1e-12, atol=1e-15)
         assert figures == pytest.approx(metrics, rel=1e-9, abs=1e-12)
-    assert metrics["rollout_corr/pg_loss"] == pytest.approx(
-        loss - 0.1 * float(bool(config.terms.kl_coef)) * kl_mean(config), rel=1e-9
-    )
-
-
-def kl_mean(config: mp.MismatchConfig) -> float:
-    """What the KL term adds to the loss of the whole step, its coefficient left out."""
-    (result,) = parts_of(config, WHOLE, data().current)
-    return sum(float(term / result.terms_denominator) for term in result.terms.values()) / 0.1
 
 
 def test_a_micro_batch_alone_is_normalised_by_its_own_mean_and_says_so() -> None:
@@ -165,7 +156,7 @@ def on_ranks(settings: dict[str, Any]) -> tuple[float, Tensor, dict[str, float],
 
 def test_ranks_are_one_step() -> None:
     """The mean over ranks is the step: with ranks of other lengths and another number of micro-batches."""
-    cases = [*NORMALIZED[::5], *PLAIN]
+    cases = [*NORMALIZED, *PLAIN]
     for settings, ranks in zip(cases, launch(on_ranks, cases, 2), strict=True):
         loss, gradient, metrics = step(made(**settings), WHOLE)
         assert sum(rank[0] for rank in ranks) / 2 == pytest.approx(loss, rel=1e-12)

@@ -1,0 +1,132 @@
+"""Metrics whose digits, bounds or names the differential test does not reach; what is declared is documented."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import mismatch_plugin as mp
+from mismatch_plugin.core.metrics.registry import METRICS, metric_rows
+from mismatch_plugin.parallel.agreement import settings_of
+from tests.core.worked import config, metrics_of, of_log_ratios, weighted
+
+pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
+
+PREFIX = "rollout_corr/"
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("noise", [1e-3, 1e-6, 1e-7, 1e-9])
+def test_deviations_keep_their_digits_where_the_engines_nearly_agree(level: str, noise: float) -> None:
+    """ρ = 1 ± noise in single tokens: every deviation is the noise. Catches E[x²] − E[x]² formed from ρ itself."""
+    metrics = metrics_of(of_log_ratios([[math.log1p(noise)], [math.log1p(-noise)]]), **weighted(level))
+    names = ["rollout_is_std", "rollout_is_ratio_std", "rollout_is_weight_after_std"]
+    for name in names + (["rollout_is_ratio_unit_std"] if level != "token" else []):
+        assert metrics[name] == pytest.approx(noise, rel=1e-3 if noise > 1e-9 else 1e-2), name
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+def test_long_responses_in_float32_keep_their_digits(mode: str) -> None:
+    """Equal tokens, 32768 of them: every mean is the token's own value, in one piece or in sixteen: to 1e-5.
+
+    Catches sums accumulated in float32: their error grows with the length, and differs from split to split.
+    """
+    size, train, rollout = 32768, -1.1, -1.1003
+    ratio = math.exp(float(torch.tensor(train) - torch.tensor(rollout)))
+    for pieces in (1, 16):
+        rows = [[torch.full((size // pieces,), value)] * pieces for value in (train, rollout)]
+        packed = mp.PackedSequences.from_lists(
+            old_log_probs=rows[0], rollout_log_probs=rows[1], loss_masks=[torch.ones(size // pieces)] * pieces
+        )
+        found = mp.correct(packed, config(**weighted(mode=mode, batch_normalize=True)))
+        metrics = {name.removeprefix(PREFIX): value for name, value in found.statistics.metrics().items()}
+        assert found.weights.tolist() == pytest.approx([1.0] * size, rel=1e-5)
+        expected = {
+            "rollout_is_batch_norm_factor": ratio,
+            "rollout_is_mean": ratio,
+            "training_log_ppl": 1.1,
+            "training_ppl": math.exp(1.1),
+            "rollout_is_weight_after_eff_sample_size": 1.0,
+        }
+        assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+        assert metrics["rollout_is_weight_after_std"] == pytest.approx(0.0, abs=1e-3)
+
+
+def test_what_does_not_merge_says_so() -> None:
+    """A default bound that was given is reported for and makes columns: ranks must not learn that in a reduction."""
+    plain = config()
+    given = mp.MismatchConfig.build(plain.model_dump())
+    assert plain == given and settings_of(plain) != settings_of(given) and settings_of(plain) == settings_of(config())
+    packed = of_log_ratios([[0.1, 0.1]])
+    less = mp.correct(packed, config(metrics="full")).statistics
+    versions = packed.replace(weight_versions=torch.tensor([7, 8]))
+    more = mp.correct(versions, config(metrics="full")).statistics
+    with pytest.raises(ValueError, match=r"one has -version, version, version_log_ratio.*, the other not"):
+        more.merge(less)
+    with pytest.raises(ValueError, match=r"the other has -version, .*, one not.*weight_versions"):
+        less.merge(more)
+    with pytest.raises(ValueError, match="one has use_tis = False, the other has True"):
+        less.merge(mp.correct(packed, config(use_tis=True)).statistics)
+
+
+# Full -----------------------------------------------------------------------------------------------------------------
+
+LENGTHS = [3, 300, 0, 255, 256, 1100, 40]
+
+
+def long(scale: float, dtype: torch.dtype = torch.float64, **fields: Any) -> mp.PackedSequences:
+    """Long sequences of random log-probs."""
+    generator = torch.Generator().manual_seed(3)
+    total = sum(LENGTHS)
+    rollout = torch.rand(total, generator=generator, dtype=torch.float64).clamp(1e-3, 0.995).log()
+    noise = scale * torch.randn(total, generator=generator, dtype=torch.float64)
+    return mp.PackedSequences(
+        loss_mask=torch.rand(total, generator=generator) < 0.8,
+        lengths=tuple(LENGTHS),
+        rollout_log_probs=rollout.to(dtype),
+        old_log_probs=(rollout + noise.clamp(max=15.0)).clamp(max=-1e-4).to(dtype),
+        **fields,
+    )
+
+
+def test_versions_more_than_a_slot_table_apart_are_older() -> None:
+    """16 slots: 100 and 99 lag 0 and 1; 70 lags 30: "older". Nothing may be attributed to the wrong lag."""
+    packed = of_log_ratios([[0.1, 0.2, 0.5]]).replace(weight_versions=torch.tensor([100, 99, 70]))
+    head = "log_ratio_by_version_"
+    metrics = metrics_of(packed, metrics="full")
+    found = {name.removeprefix(head): value for name, value in metrics.items() if name.startswith(head)}
+    assert found == pytest.approx({"lag_0": 0.1, "lag_1": 0.2, "lag_older": 0.5}, rel=1e-5)
+
+
+def test_every_declared_metric_is_reachable_and_documented() -> None:
+    """Some configuration gives each declared name, and none gives a name that is not declared."""
+    total = sum(LENGTHS)
+    packed = long(
+        0.3,
+        advantages=torch.ones(total),
+        ref_log_probs=torch.full((total,), -1.0),
+        entropy=torch.ones(total),
+        weight_versions=torch.full((total,), 7),
+        trainer_version=9,
+    )
+    criteria = ["token:ratio:0.7:1.4", "sequence_max:k2:0.5:share=0.1"]
+    rest = {"metrics": "full", "terms": {"rollout_kl_coef": 0.1}}
+    rest["rs"] = {"criteria": criteria, "veto_threshold": 0.2, "max_staleness": 2}
+    assert packed.old_log_probs is not None
+    seen: set[str] = set()
+    for level in ("token", "turn", "sequence", "geometric", "prefix"):
+        settings = config(**weighted(level, batch_normalize=True), **rest)
+        seen |= set(mp.policy_loss(packed.old_log_probs, packed, settings).statistics.metrics())
+    names = [metric.name for metric in METRICS]
+    assert len(set(names)) == len(names)
+    patterns = {name: re.compile(PREFIX + re.sub(r"\\\{.*\\\}", ".+", re.escape(name))) for name in names}
+    assert [name for name, pattern in patterns.items() if not any(map(pattern.fullmatch, seen))] == []
+    assert [name for name in seen if not any(pattern.fullmatch(name) for pattern in patterns.values())] == []
+    for name, formula, unit, over, merges, level in metric_rows():
+        assert name.startswith(PREFIX) and formula and over, name
+        assert merges in ("sum", "max") and level in ("basic", "full"), name
+        assert unit in ("", "share", "nat", "tokens", "sequences"), name
