@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import settings
 
 # Machines differ, and a test that shares its cores with others is slow now and then.
@@ -27,6 +29,17 @@ HOW = {
     r"megatron-core|matplotlib|jinja2|tensorboard|TensorBoard|\[io\]|\[lab\]|pyarrow|lab": "pip install '.[io,lab]'",
     r"Linux|Triton": "on Linux, with the Triton that torch asks for",
 }
+
+
+TESTS = Path(__file__).parent
+# Files start in this order, then all others: begun last, a long one would run while the other process has nothing to do.
+LONGEST = ("parallel/test_step.py", "hooks/megatron_core/test_layouts.py", "log_probs/test_log_prob_triton.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Called by pytest; `--no-loadscope-reorder` makes xdist keep this order."""
+    rank = {TESTS / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
 
 
 def how_to_run(reason: str) -> str:
