@@ -34,15 +34,8 @@ needs_lab = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in ("scipy", "matplotlib", "jinja2")), reason="needs [lab]"
 )
 SECONDS = 300
-SMALL = [
-    "hidden=16",
-    "ffn=24",
-    "prompts_per_batch=8",
-    "samples_per_prompt=4",
-    "warm_up_steps=4",
-    "eval_every=2",
-    "eval_prompts=16",
-]
+SMALL = ["hidden=16", "ffn=24", "prompts_per_batch=8", "samples_per_prompt=4"]
+SMALL += ["warm_up_steps=4", "eval_every=2", "eval_prompts=16"]
 FEW = ["--algorithms", "0,1", "--settings", "control", "--seeds", "1", "--workers", "1", "--steps", "80"]
 
 
@@ -87,16 +80,11 @@ def test_labels_and_their_one_name(labels: str, name: str, algorithm: int, level
         assert variant_name(label) == name and variant_config(name) == config
 
 
-def test_variants_of_the_comparison_have_one_name_each() -> None:
-    assert [variant_name(label) for label in experiments.VARIANTS] == list(experiments.VARIANTS)
-    assert variant_config("dual_clip").ppo.dual_clip == 3.0 and variant_config("dual_clip").algorithm == 0
-    for label, bounds in (("", (0.8, 1.25)), (":rs_threshold=0.999_1.001", (0.999, 1.001))):
-        (criterion,) = variant_config(f"geo_rs_token_tis{label}").rs.criteria
-        assert (criterion.aggregate, criterion.lower_bound, criterion.upper_bound) == ("sequence_mean", *bounds)
-
-
 def test_what_the_defaults_choose_and_what_options_change() -> None:
     """Six settings, twelve seeds that chose nothing; a difference of every variant can be significant."""
+    assert [variant_name(label) for label in experiments.VARIANTS] == list(experiments.VARIANTS)
+    (criterion,) = variant_config("geo_rs_token_tis").rs.criteria
+    assert (criterion.aggregate, criterion.lower_bound, criterion.upper_bound) == ("sequence_mean", 0.8, 1.25)
     found = chosen()
     assert found["settings"] == list(experiments.SETTINGS) and found["seeds"] == list(range(100, 112))
     assert "none is among them" in found["about_seeds"]
@@ -192,20 +180,14 @@ def test_a_folder_is_never_overwritten_and_resumed_with_the_same_alone(tmp_path:
         with pytest.raises(ValueError, match=r"run\.json is damaged: .*It says what the run is: restore it"):
             open_folder(folder, first, resume=True)
         assert record.read_text() == damaged
+    lock = hold(folder)
+    with pytest.raises(ValueError, match="another compare is writing to"):
+        hold(folder)
+    assert lock is not None
+    lock.close()
     record.rename(folder / "notes.txt")
     with pytest.raises(ValueError, match="is not empty and holds no run"):
         open_folder(folder, first, resume=True)
-
-
-def test_two_comparisons_do_not_write_to_one_folder(tmp_path: Path) -> None:
-    first = hold(tmp_path)
-    with pytest.raises(ValueError, match="another compare is writing to"):
-        hold(tmp_path)
-    assert first is not None
-    first.close()
-    again = hold(tmp_path)
-    assert again is not None
-    again.close()
 
 
 def metrics_of(block: Block) -> dict[str, str]:
@@ -245,12 +227,8 @@ def test_what_is_damaged_is_made_again_with_the_same_numbers(tmp_path: Path) -> 
     before = [metrics_of(block) for block in planned]
     kept, damaged = planned[1][0].folder / "metrics.jsonl", planned[0][1]
     written = kept.stat().st_mtime_ns
-    for name, text in (
-        ("done.json", '{"step"'),
-        ("done.json", "[]"),
-        ("metrics.jsonl", '{"step": 4'),
-        ("metrics.jsonl", ""),
-    ):
+    damages = {"done.json": ('{"step"', "[]"), "metrics.jsonl": ('{"step": 4', "")}
+    for name, text in [(name, text) for name, texts in damages.items() for text in texts]:
         whole = (damaged.folder / name).read_text()
         (damaged.folder / name).write_text(text)
         assert not damaged.finished

@@ -17,6 +17,7 @@ import mismatch_plugin as mp
 from mismatch_plugin.compare.experiments import PAD, Settings, get_task, seed_for, variant_config
 from mismatch_plugin.compare.loop import ExpertFlips, Runs, exponential, generate, rollout_weights, warm_weights
 from mismatch_plugin.compare.model import OUTPUT, Weights, forward, initial_weights, response_log_probs
+from tests.compare.synthetic import small
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core"),
@@ -42,12 +43,6 @@ CONFIGS = {
     ),
     "rejected by age": mp.MismatchConfig.build({"rs": {"max_staleness": 5}, "metrics": "full"}),
 }
-
-
-def small(**changes: Any) -> Settings:
-    sizes = {"hidden": 16, "ffn": 24, "steps": 4, "prompts_per_batch": 8, "samples_per_prompt": 4, "lr": 4e-3}
-    warm = {"warm_up_target": 0.3, "warm_up_steps": 40, "warm_up_batch": 64, "warm_up_lr": 1e-2}
-    return Settings.model_validate({**sizes, **warm, "eval_every": 2, "eval_prompts": 16, **changes})
 
 
 SETTINGS = {
