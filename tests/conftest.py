@@ -32,7 +32,7 @@ HOW = {
 
 
 TESTS = Path(__file__).parent
-# Files start in this order, then all others: begun last, a long one would run while the other process has nothing to do.
+# Files start in this order, then all others: begun last, a long one would run while the other process is idle.
 LONGEST = ("parallel/test_step.py", "hooks/megatron_core/test_layouts.py", "log_probs/test_log_prob_triton.py")
 
 
