@@ -351,17 +351,8 @@ def what_is_invalid(config: mp.MismatchConfig, batch: list[Response], answer: An
 
 EVERYTHING = [
     *(f"algorithm {number}" for number in range(4)),
-    *(
-        "off",
-        "basic",
-        "full",
-        "token-mean",
-        "seq-mean-token-mean",
-        "seq-mean-token-sum",
-        "auto",
-        "accepted",
-        "original",
-    ),
+    *("off", "basic", "full", "token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
+    *("auto", "accepted", "original"),
     *("error", "neutral", "drop-token", "drop-sequence", "dry run", "veto", "none"),
     *(f"{aggregate} {statistic}" for aggregate in AGGREGATES for statistic in STATISTICS),
     *(f"{level} {mode}" for level in LEVELS for mode in ("truncate", "clip", "mask")),

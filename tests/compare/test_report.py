@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from html import unescape
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +17,11 @@ pytest.importorskip("scipy", reason="the report needs scipy (extra lab)")
 pytest.importorskip("matplotlib", reason="the report needs matplotlib (extra lab)")
 pytest.importorskip("jinja2", reason="the report needs jinja2 (extra lab)")
 
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from mismatch_plugin.compare import report
 from mismatch_plugin.compare.report import (
-    DASHES,
     MEANS,
-    PALETTE,
     PANELS,
     cell,
     conclusion,
@@ -181,19 +177,6 @@ def test_what_survives_the_band_is_what_holds_at_every_rate(tmp_path: Path, monk
     page = text_of(page_of(tmp_path / "run"))
     assert "Order of the means in stale32 at every rate: bypass > PPO." in page and "PPO |0.20 (1/3)" in page
     assert "seeds a rate: × 1: 3, × 0.7: 3." in page
-
-
-def lightness(colour: str) -> float:
-    """Relative luminance to CIE L*."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
-    y = float(np.dot(linear, (0.2126, 0.7152, 0.0722)))
-    return 116 * y ** (1 / 3) - 16 if y > 0.008856 else 903.3 * y
-
-
-def test_variants_are_told_apart_in_colour_and_in_grey() -> None:
-    assert len(set(PALETTE)) == len(set(DASHES)) == 8
-    for i, j in combinations(range(8), 2):
-        assert DASHES[i] != DASHES[j] or abs(lightness(PALETTE[i]) - lightness(PALETTE[j])) > 40
 
 
 def test_what_is_drawn(root: Path) -> None:
