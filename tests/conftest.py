@@ -33,7 +33,13 @@ HOW = {
 
 TESTS = Path(__file__).parent
 # Files start in this order, then all others: begun last, a long one would run while the other process is idle.
-LONGEST = ("parallel/test_step.py", "hooks/megatron_core/test_layouts.py", "log_probs/test_log_prob_triton.py")
+LONGEST = (
+    "parallel/test_step.py",
+    "hooks/megatron_core/test_adapter.py",
+    "log_probs/test_log_prob_triton.py",
+    "compare/test_command.py",
+    "launch/test_guard.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import how_to_run, not_run
+from tests.conftest import LONGEST, TESTS, how_to_run, not_run
 from tests.full import FULL, a_few, pairwise
 
 
@@ -25,6 +25,10 @@ def test_every_reason_has_its_way():
         how_to_run(reason)
     with pytest.raises(ValueError, match="is not in"):
         how_to_run("too lazy")
+
+
+def test_files_that_start_first_are_there():
+    assert [name for name in LONGEST if not (TESTS / name).is_file()] == []
 
 
 def test_a_drawn_matrix_has_every_pair_and_the_ends_of_every_list():

@@ -117,6 +117,7 @@ def test_blocks_are_whole_seeds_of_one_setting_and_the_first_seeds_come_first() 
     ("options", "sentence"),
     [
         ("--algorithms 5", "algorithm '5' is unknown: write PPO, bypass"),
+        ("--algorithms 0:token", "algorithm '0:token' is unknown"),
         ("--algorithms opsm", "preset opsm needs delta"),
         ("--algorithms 2,token_is", "'token_is,token_is' is empty or names one twice"),
         ("--seeds 0", "Invalid value for '--seeds'"),
@@ -127,6 +128,7 @@ def test_blocks_are_whole_seeds_of_one_setting_and_the_first_seeds_come_first() 
         ("--lab task=chess", "task 'chess' is unknown: choose one of reverse6"),
         ("--lab lr", "lr: write NAME=VALUE"),
         ("--lab hidden=30", "heads 4 must divide hidden, which is 30"),
+        ("--lab mini_batches=3", "mini_batches 3 must divide 8, samples_per_prompt"),
         ("--lab betas=[0.9,1]", "betas is [0.9, 1.0]: each is at least 0 and below 1"),
         ("--lab expert_flips=0.1 --settings control", "give 2 experts or more"),
         ("--lab steps=8 --steps 9", "steps=9: write NAME=VALUE, each once"),
