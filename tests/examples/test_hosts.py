@@ -284,24 +284,23 @@ def test_explaining_four_runs_leaves_no_trace(tmp_path: Path) -> None:
     assert not (output / "cluster" / "0").exists()
 
 
-def collected(output: Path, algorithm: str, preset: str) -> Path:
+def collected(output: Path, algorithm: str, preset: str) -> None:
     run = output / "cluster" / algorithm / "seed7"
     for _ in range(3):
         write_step(run, mp.preset(preset), {"rollout_corr/kl": 0.1, "rollout_corr/rollout_is_mean": 1.0})
     (run / "done.json").write_text("{}")
-    return run
 
 
 def test_a_report_of_four_runs_is_complete_and_says_what_it_is_about(tmp_path: Path) -> None:
     for module in ("matplotlib", "jinja2"):
         pytest.importorskip(module, reason="the report needs matplotlib and jinja2 (extra lab)")
-    for algorithm, preset in {"0": "disabled", "1": "bypass_ppo_clip", "2": "seq_is", "3": "pg_is"}.items():
-        last = collected(tmp_path, algorithm, preset)
+    for algorithm, preset in enumerate(("disabled", "bypass_ppo_clip", "seq_is", "pg_is")):
+        collected(tmp_path, str(algorithm), preset)
     html = collect(tmp_path).read_text(encoding="utf-8")
     assert "Complete, " in html and "This is a partial report" not in html
     assert "rewards are in the logs of the host" in html and "same small task" not in html
     assert "<code>seq_is</code>" in html and "every run has finished" in html and "KL(rollout‖trainer)" in html
-    (last / "done.json").unlink()
+    (tmp_path / "cluster" / "3" / "seed7" / "done.json").unlink()
     html = collect(tmp_path).read_text(encoding="utf-8")  # again, after more has been written
     assert "This is a partial report" in html and "pg_is, seed 7: unfinished, 3 steps" in html
 
