@@ -28,7 +28,8 @@ NEMO_RL_SRC ?=
 # For their pytest: -k "algorithm and 3" runs what is named so, and starts no other run; slime's -k misspelt is one.
 TRAINER_ARGS ?=
 # Two pytest processes, file by file: the slow tests launch two to four processes themselves, so more are not faster.
-PYTEST_ARGS ?= --numprocesses 2 --dist loadfile
+# The order of the files is that of tests/conftest.py: the longest first.
+PYTEST_ARGS ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi 2> /dev/null),,ci/constraints-cpu.txt)
@@ -40,8 +41,11 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help bench bench-contenders compare compare-sglang gpu test test-megatron-rl test-miles test-nemo-rl test-sglang \
-	test-prime-rl test-skyrl test-slime test-trl test-verl test-verl-whole sglang lint format docs clean
+# Trainers as a whole: those of a checkout say that they are not run where it is not named.
+WHOLE_OF_SOURCES := test-slime test-miles test-megatron-rl test-nemo-rl test-prime-rl test-skyrl
+WHOLE_OF_PACKAGES := test-verl-whole test-trl
+.PHONY: help bench bench-contenders compare compare-sglang gpu test test-all test-sglang test-verl test-sources wheel \
+	$(WHOLE_OF_SOURCES) $(WHOLE_OF_PACKAGES) sglang lint format docs clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)$$/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -61,8 +65,21 @@ bench-contenders: $(VENV)/.test  ## verl and TRL for `make bench` (a folder of 4
 gpu: $(VENV)/.test  ## on a CUDA device: check the log-prob kernels, measure, one step of megatron-core; writes runs/gpu/gpu.json
 	$(BIN)/python -m examples.benchmarks.gpu $(BENCH_ARGS)
 
-test: $(VENV)/.test $(VENV)/.peers  ## run the tests (makes .venv on first use)
+test: $(VENV)/.test $(VENV)/.peers  ## the quick suite, five minutes on two cores (makes .venv on first use)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# MISMATCH_FULL: whole matrices and tables, of which `make test` runs a part (tests/full.py). Hosts' real source takes part
+# where MISMATCH_HOST_SRC names a folder of checkouts (docs/hosts.md).
+test-all: export MISMATCH_FULL = 1
+test-all:  ## every test: whole matrices, SGLang, verl, wheel, whole trainers (10 GB of environments; hours)
+	@failed=0; for target in test test-sglang test-verl wheel $(WHOLE_OF_PACKAGES) $(WHOLE_OF_SOURCES); do \
+		$(MAKE) $$target || failed=1; \
+	done; exit $$failed
+
+test-sources: $(WHOLE_OF_SOURCES)  ## whole trainers whose sources are named: slime, miles, Megatron-LM, NeMo-RL, prime-rl, SkyRL
+
+wheel:  ## build the wheel, and install and use it in an empty environment
+	PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" ci/wheel.sh
 
 test-sglang compare-sglang: export MISMATCH_SGLANG_PYTHON = $(abspath $(SGLANG_VENV))/bin/python
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import settings
 
 # Machines differ, and a test that shares its cores with others is slow now and then.
@@ -15,6 +17,7 @@ settings.load_profile("without a clock")
 
 # What a reason for skipping holds → what to do to run those tests. Each reason in the suite matches exactly one.
 HOW = {
+    "full suite": "make test-all",
     "host source absent": "set MISMATCH_HOST_SRC to a folder with the checkouts of docs/hosts.md",
     "verl": "make test-verl",
     r"TRL|SkyRL|prime-rl": "make test-trl, test-skyrl, test-prime-rl",
@@ -26,6 +29,23 @@ HOW = {
     r"megatron-core|matplotlib|jinja2|tensorboard|TensorBoard|\[io\]|\[lab\]|pyarrow|lab": "pip install '.[io,lab]'",
     r"Linux|Triton": "on Linux, with the Triton that torch asks for",
 }
+
+
+TESTS = Path(__file__).parent
+# Files start in this order, then all others: begun last, a long one would run while the other process is idle.
+LONGEST = (
+    "parallel/test_step.py",
+    "hooks/megatron_core/test_adapter.py",
+    "log_probs/test_log_prob_triton.py",
+    "compare/test_command.py",
+    "launch/test_guard.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Called by pytest; `--no-loadscope-reorder` makes xdist keep this order."""
+    rank = {TESTS / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
 
 
 def how_to_run(reason: str) -> str:

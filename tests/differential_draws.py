@@ -20,7 +20,6 @@ from tests.plain import (
     Response,
     algorithm,
     corrects,
-    leaves_out,
     loss_reads_rollout,
     runs,
     weighs_by_sign,
@@ -291,8 +290,6 @@ def features(config: mp.MismatchConfig, batch: list[Response], answer: Answer) -
     names += [f"{c.condition} of {c.aggregate}" for c in config.rs.criteria if c.condition != "any"]
     names += [f"policy {config.rs.policy}"] if config.rs.policy == "current" else []
     names += [f"stale {config.metrics}"] if any(token.stale for token in tokens) else []
-    left = leaves_out(config) and not config.dry_run and any(t.stale and t.kind != "sound" for t in tokens)
-    names += ["stale, left out"] if left else []
     if config.use_tis:
         names += [f"{tis.level} {tis.mode}" if tis.level != "none" else "none", f"hi {tis.upper_bound}"]
         names += [f"lo {tis.lower_bound}"] if tis.mode != "truncate" else []
@@ -313,55 +310,18 @@ def features(config: mp.MismatchConfig, batch: list[Response], answer: Answer) -
     names += ["no response"] if not batch else []
     names += ["empty response"] if any(not response.mask for response in batch) else []
     names += ["masked response"] if any(r.mask and not any(r.mask) for r in batch) else []
-    names += what_is_invalid(config, batch, answer)
+    left = [
+        len(some) < len(tokens) for tokens, some in zip(answer.judged.trained, answer.judged.responses, strict=True)
+    ]
+    names += [f"left out, {config.rollout_log_prob_policy}"] if any(left) else []
     kept = {token.keep for token in tokens}
     return [*names, *(["some rejected"] if len(kept) == 2 else []), *(["all rejected"] if kept == {False} else [])]
 
 
-def what_is_invalid(config: mp.MismatchConfig, batch: list[Response], answer: Answer) -> list[str]:
-    """What becomes of invalid log-probs, where there are any."""
-    judged, policy = answer.judged, config.rollout_log_prob_policy
-    pairs = [(tokens, left) for tokens, left in zip(judged.trained, judged.responses, strict=True) if tokens]
-    kinds = {token.kind for tokens, _ in pairs for token in tokens} - {"sound"}
-    some = any(len(left) < len(tokens) for tokens, left in pairs)
-    shown = bool(kinds) and config.dry_run and not leaves_out(config)
-    reached = {
-        "left out": some,
-        f"left out, {policy}": some,
-        "left out, algorithm 3": some and algorithm(config) == 3,
-        "left out of a dry run": some and config.dry_run,
-        "left out without a training log-prob": some and any(kind.startswith("train") for kind in kinds),
-        "a response left out": any(not left for _, left in pairs),
-        "all left out": bool(pairs) and not any(left for _, left in pairs),
-        f"preview of {policy}": shown,
-        "preview, algorithm 1": shown and algorithm(config) == 1,
-        **dict.fromkeys(("unused old, error", "unused old, other", "zero, old far", "zero, old near"), False),
-    }
-    if config.use_rollout_log_probs:  # π_old is read by nothing
-        for response in batch:
-            for t, trains in enumerate(response.mask):
-                if not trains or response.rollout is None or response.old is None:
-                    continue
-                old, zero = response.old[t], response.rollout[t] == 0.0
-                reached[f"unused old, {'error' if policy == 'error' else 'other'}"] |= not old <= 0.1
-                reached["zero, old far"] |= zero and old < -3.0 < response.current[t]
-                reached["zero, old near"] |= zero and response.current[t] < -3.0 < old
-    return [name for name, so in reached.items() if so]
-
-
 EVERYTHING = [
     *(f"algorithm {number}" for number in range(4)),
-    *(
-        "off",
-        "basic",
-        "full",
-        "token-mean",
-        "seq-mean-token-mean",
-        "seq-mean-token-sum",
-        "auto",
-        "accepted",
-        "original",
-    ),
+    *("off", "basic", "full", "token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
+    *("auto", "accepted", "original"),
     *("error", "neutral", "drop-token", "drop-sequence", "dry run", "veto", "none"),
     *(f"{aggregate} {statistic}" for aggregate in AGGREGATES for statistic in STATISTICS),
     *(f"{level} {mode}" for level in LEVELS for mode in ("truncate", "clip", "mask")),
@@ -378,12 +338,9 @@ EVERYTHING = [
     *(f"{name} {policy}" for name in OBJECTIVES for policy in ("error", "neutral", "drop-token", "drop-sequence")),
     *(f"rollout {kind} {far}" for kind in ("k2", "k3") for far in ("near", "far")),
     *("sound", "nan", "positive", "floor", "zero_fill", "train_not_finite", "train_positive"),
-    *("left out", "left out, error", "left out, neutral", "left out, algorithm 3", "left out of a dry run"),
-    *("left out without a training log-prob", "a response left out", "all left out"),
-    *(f"preview of {policy}" for policy in ("neutral", "drop-token", "drop-sequence")),
-    *("preview, algorithm 1", "unused old, error", "unused old, other", "zero, old far", "zero, old near"),
+    *("left out, error", "left out, neutral"),
     *(f"no {name}" for name in OPTIONAL),
     *("no response", "empty response", "masked response"),
     *("away of token", *(f"negative of {aggregate}" for aggregate in AGGREGATES), "policy current"),
-    *("stale off", "stale basic", "stale full", "stale, left out"),
+    *("stale off", "stale basic", "stale full"),
 ]

@@ -46,78 +46,42 @@ def count_of(results: Results, name: str) -> int:
     return sum(d is not None and d.mean > 0 and d.p_holm < 0.01 for d in found)
 
 
+def gains(results: Results) -> bool:
+    return verdicts(results, "token_is", (*STALE, "int2_stale8")) == {"better"}
+
+
+def no_collapse_in_moe(results: Results) -> bool:
+    both = [results["moe_flips"][name] for name in ("dual_clip", "token_is")]
+    return all(variant.verdict == "better" and variant.fell == 0 for variant in both)
+
+
 CLAIMS: tuple[tuple[str, str, Callable[[Results], bool], Plant], ...] = (
-    (
-        DOCS,
-        "`bypass` won where rollouts are only stale",
-        lambda r: all(max(r[s].values(), key=lambda v: v.mean).name == "bypass" for s in STALE)
-        and verdicts(r, "bypass", STALE) == {"better"},
-        ("stale24", "bypass", 0.5),
-    ),
-    (
-        DOCS,
-        "and failed where the engine's weights are rounded",
-        lambda r: verdicts(r, "bypass", ROUNDED) == {"worse"} and all(r[s]["bypass"].mean < 0.01 for s in ROUNDED),
-        ("int2_stale8", "bypass", 0.8),
-    ),
-    (
-        DOCS,
-        "`token_is` gained wherever rollouts are stale and lost nowhere",
-        lambda r: verdicts(r, "token_is", (*STALE, "int2_stale8")) == {"better"}
-        and "worse" not in verdicts(r, "token_is", tuple(r)),
-        ("int2", "token_is", 0.3),
-    ),
+    (DOCS, "`bypass` won where rollouts are only stale",
+     lambda r: all(max(r[s].values(), key=lambda v: v.mean).name == "bypass" for s in STALE)
+     and verdicts(r, "bypass", STALE) == {"better"}, ("stale24", "bypass", 0.5)),
+    (DOCS, "and failed where the engine's weights are rounded",
+     lambda r: verdicts(r, "bypass", ROUNDED) == {"worse"} and all(r[s]["bypass"].mean < 0.01 for s in ROUNDED),
+     ("int2_stale8", "bypass", 0.8)),
+    (DOCS, "`token_is` gained wherever rollouts are stale and lost nowhere",
+     lambda r: gains(r) and "worse" not in verdicts(r, "token_is", tuple(r)), ("int2", "token_is", 0.3)),
     (DOCS, "It gained in four at p < .01", lambda r: count_of(r, "token_is") == 4, ("moe_flips", "token_is", 0.3)),
-    (
-        DOCS,
-        "and still lost some runs at 32 steps",
-        lambda r: r["stale32"]["token_is"].fell > 2,
-        ("stale32", "token_is", 0.9),
-    ),
-    (
-        DOCS,
-        "Where nothing lies between the engines (`control`), nothing differs",
-        lambda r: all(v.verdict in ("", "same", "not significant") for v in r["control"].values()),
-        ("control", "token_is", 0.9),
-    ),
-    (
-        DOCS,
-        "`geo_rs_token_tis` helps with stale rollouts and is lost there, too",
-        lambda r: r["stale32"]["geo_rs_token_tis"].verdict == "better"
-        and verdicts(r, "geo_rs_token_tis", ROUNDED) == {"worse"},
-        ("int2", "geo_rs_token_tis", 0.9),
-    ),
-    (
-        DOCS,
-        "`dual_clip` prevents the collapse without any weight, as `token_is` does",
-        lambda r: verdicts(r, "dual_clip", ("moe_flips",)) == verdicts(r, "token_is", ("moe_flips",)) == {"better"}
-        and r["moe_flips"]["dual_clip"].fell == r["moe_flips"]["token_is"].fell == 0,
-        ("moe_flips", "dual_clip", 0.3),
-    ),
-    (
-        RULE["stale"],
-        "it gained wherever rollouts were stale",
-        lambda r: verdicts(r, "token_is", (*STALE, "int2_stale8")) == {"better"},
-        ("stale32", "token_is", 0.2),
-    ),
-    (
-        RULE["stale"],
-        "Bypass, whose clip limits the lag itself, ended higher there",
-        lambda r: all(above(r, "bypass", "token_is", s) for s in STALE),
-        ("stale24", "token_is", 0.95),
-    ),
-    (
-        RULE["stale"],
-        "it was lost where weights were rounded, too",
-        lambda r: verdicts(r, "bypass", ROUNDED) == {"worse"},
-        ("int2_stale8", "bypass", 0.9),
-    ),
-    (
-        RULE["bypass"],
-        "(lost at two bits in the comparison)",
-        lambda r: r["int2"]["bypass"].verdict == "worse" and r["int2"]["bypass"].mean < 0.01,
-        ("int2", "bypass", 0.85),
-    ),
+    (DOCS, "and still lost some runs at 32 steps", lambda r: r["stale32"]["token_is"].fell > 2,
+     ("stale32", "token_is", 0.9)),
+    (DOCS, "Where nothing lies between the engines (`control`), nothing differs",
+     lambda r: all(v.verdict in ("", "same", "not significant") for v in r["control"].values()),
+     ("control", "token_is", 0.9)),
+    (DOCS, "`geo_rs_token_tis` helps with stale rollouts and is lost there, too",
+     lambda r: r["stale32"]["geo_rs_token_tis"].verdict == "better"
+     and verdicts(r, "geo_rs_token_tis", ROUNDED) == {"worse"}, ("int2", "geo_rs_token_tis", 0.9)),
+    (DOCS, "`dual_clip` prevents the collapse without any weight, as `token_is` does", no_collapse_in_moe,
+     ("moe_flips", "dual_clip", 0.3)),
+    (RULE["stale"], "it gained wherever rollouts were stale", gains, ("stale32", "token_is", 0.2)),
+    (RULE["stale"], "Bypass, whose clip limits the lag itself, ended higher there",
+     lambda r: all(above(r, "bypass", "token_is", s) for s in STALE), ("stale24", "token_is", 0.95)),
+    (RULE["stale"], "it was lost where weights were rounded, too",
+     lambda r: verdicts(r, "bypass", ROUNDED) == {"worse"}, ("int2_stale8", "bypass", 0.9)),
+    (RULE["bypass"], "(lost at two bits in the comparison)",
+     lambda r: r["int2"]["bypass"].verdict == "worse" and r["int2"]["bypass"].mean < 0.01, ("int2", "bypass", 0.85)),
 )  # fmt: skip
 
 

@@ -13,45 +13,16 @@ from graphlib import TopologicalSorter
 from importlib.metadata import requires
 from pathlib import Path
 
-import pytest
-
 import mismatch_plugin
 
-OPTIONAL = (
-    "megatron",
-    "sglang",
-    "transformers",
-    "transformer_engine",
-    "triton",
-    "matplotlib",
-    "tensorboard",
-    "pyarrow",
-    "typer",
-    "aiohttp",
-)
+OPTIONAL = ("megatron", "sglang", "transformers", "transformer_engine", "triton", "matplotlib")
+OPTIONAL += ("tensorboard", "pyarrow", "typer", "aiohttp")
 ROOT = Path(mismatch_plugin.__file__).parent
-FILES = sorted(ROOT.rglob("*.py"))
-CORE = sorted((ROOT / "core").rglob("*.py"))
+TREES = {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
 # The safety bound is what settings and formulas share; the rest of the package is out of bounds.
 CORE_MAY_IMPORT = ("torch", "mismatch_plugin.core", "mismatch_plugin.limits", "__future__", *sys.stdlib_module_names)
-FOLDERS = (
-    *(
-        "config",
-        "core",
-        "log_probs",
-        "parallel",
-        "data",
-        "sglang",
-        "report",
-        "hooks",
-        "diagnose",
-        "bisect",
-        "compare",
-        "explain",
-        "launch",
-    ),  # downwards only
-)
-# Modules whose dependency is called otherwise, or that come with it.
+DOWNWARDS = ("config", "core", "log_probs", "parallel", "data", "sglang", "report", "hooks", "diagnose")
+DOWNWARDS += ("bisect", "compare", "explain", "launch")
 DEPENDENCY = {
     "megatron": "megatron-core",
     "yaml": "pyyaml",
@@ -61,25 +32,18 @@ DEPENDENCY = {
     "google": "tensorboard",
     "triton": "torch",
 }
+"""Of modules whose dependency is called otherwise, or that come with it."""
 
 
-def _run(code: str) -> str:
+def test_importing_takes_no_optional_package_and_starts_nothing():
+    code = f"""
+import sys, mismatch_plugin, torch, torch.distributed as dist
+print([name for name in {OPTIONAL} if name in sys.modules])
+print(dist.is_available() and dist.is_initialized(), torch.cuda.is_initialized())
+print([name for name in mismatch_plugin.__all__ if not hasattr(mismatch_plugin, name)])
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def test_import_pulls_in_no_optional_package():
-    code = f"import sys, mismatch_plugin; print([name for name in {OPTIONAL} if name in sys.modules])"
-    assert _run(code) == "[]"
-
-
-def test_import_initialises_neither_processes_nor_gpus():
-    code = (
-        "import mismatch_plugin, torch, torch.distributed as dist;"
-        "print(dist.is_available() and dist.is_initialized(), torch.cuda.is_initialized())"
-    )
-    assert _run(code) == "False False"
+    assert done.stdout.splitlines() == ["[]", "False False", "[]"], done.stderr
 
 
 def test_every_module_imported_is_of_a_dependency():
@@ -89,59 +53,52 @@ def test_every_module_imported_is_of_a_dependency():
     known = {*sys.stdlib_module_names, "mismatch_plugin", "slime"}
     unknown = [
         f"{path.relative_to(ROOT)} imports {name}"
-        for path in FILES
-        for name in _imports(ast.parse(path.read_text()))
+        for path, tree in TREES.items()
+        for name in imports(tree)
         if (top := name.split(".")[0]) not in known and DEPENDENCY.get(top, top.replace("_", "-")) not in declared
     ]
     assert unknown == []
 
 
-def test_every_public_name_is_there():
-    missing = [name for name in mismatch_plugin.__all__ if not hasattr(mismatch_plugin, name)]
-    assert missing == []
+def test_core_imports_nothing_outside_itself():
+    outside = {
+        (path.name, name)
+        for path, tree in TREES.items()
+        for name in imports(tree)
+        if path.is_relative_to(ROOT / "core") and not name.startswith(CORE_MAY_IMPORT)
+    }
+    assert outside == {("host.py", "numpy")}  # there it reads CPU tensors' own memory
 
 
-@pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(ROOT)))
-def test_core_imports_nothing_outside_itself(path: Path):
-    outside = [name for name in _imports(ast.parse(path.read_text())) if not name.startswith(CORE_MAY_IMPORT)]
-    assert outside == (["numpy"] if path.name == "host.py" else [])  # there it reads CPU tensors' own memory
-
-
-def test_no_circle_of_imports_between_files():
+def test_files_import_downwards_and_in_no_circle():
     """Imports for types and inside functions count."""
-    TopologicalSorter(_graph()).prepare()  # raises CycleError naming the circle
-
-
-def test_folders_import_downwards_only():
+    names = {module_name(path): path for path in TREES}
+    graph = {name: inside(TREES[path], names) for name, path in names.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError naming the circle
     upwards = [
         f"{module} imports {other}"
-        for module, others in _graph().items()
+        for module, others in graph.items()
         for other in others
-        if (mine := _rank(module)) is not None and (theirs := _rank(other)) is not None and theirs > mine
+        if (mine := rank(module)) is not None and (theirs := rank(other)) is not None and theirs > mine
     ]
     assert upwards == []
 
 
-def _rank(module: str) -> int | None:
-    """Place of a module's folder in FOLDERS; None for the files at the top."""
+def rank(module: str) -> int | None:
+    """Place of a module's folder in DOWNWARDS; None for the files at the top."""
     folder = module.split(".")[1] if "." in module else ""
-    return FOLDERS.index(folder) if folder in FOLDERS else None
+    return DOWNWARDS.index(folder) if folder in DOWNWARDS else None
 
 
-def _graph() -> dict[str, set[str]]:
-    """Module → modules of the package that it imports anywhere."""
-    names = {_name(path): path for path in FILES}
-    return {name: _inside(path, names) for name, path in names.items()}
-
-
-def _name(path: Path) -> str:
+def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _inside(path: Path, names: dict[str, Path]) -> set[str]:
+def inside(tree: ast.AST, names: dict[str, Path]) -> set[str]:
+    """Modules of the package that are imported anywhere."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -150,7 +107,7 @@ def _inside(path: Path, names: dict[str, Path]) -> set[str]:
     return found & names.keys()
 
 
-def _imports(node: ast.AST) -> list[str]:
+def imports(node: ast.AST) -> list[str]:
     """Modules imported anywhere below `node`, those for the type checker alone left out."""
     if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
         return []
@@ -158,4 +115,4 @@ def _imports(node: ast.AST) -> list[str]:
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
         return [node.module or "."]
-    return [name for child in ast.iter_child_nodes(node) for name in _imports(child)]
+    return [name for child in ast.iter_child_nodes(node) for name in imports(child)]

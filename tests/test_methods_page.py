@@ -26,11 +26,6 @@ def _config(flags: str) -> mp.MismatchConfig:
         return mp.MismatchConfig.from_args(parser.parse_args(flags.split()))
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-def test_the_flags_of_a_method_are_taken(method: Method) -> None:
-    assert (_config(method.flags) == mp.MismatchConfig()) == (method.flags == "")
-
-
 def test_no_two_methods_are_the_same_setting() -> None:
     configs = [_config(method.flags) for method in METHODS if method.flags]
     assert len(set(configs)) == len(configs)
@@ -68,14 +63,6 @@ def _each(values: Tensor, parts: Sequence[Tensor], what: Callable[[Tensor], Tens
     return out
 
 
-def _sum(values: Tensor) -> Tensor:
-    return values.sum()
-
-
-def _mean(values: Tensor) -> Tensor:
-    return values.sum() / len(values)
-
-
 def _clip(r: Tensor, a: Tensor, low: float = 0.2, high: float = 0.2) -> Tensor:
     return -torch.minimum(r * a, r.clamp(1 - low, 1 + high) * a)
 
@@ -106,7 +93,7 @@ def _all(b: Batch) -> Tensor:
 
 
 def _mis(b: Batch) -> tuple[Tensor, Tensor]:
-    product = _each(_l(b), b.sequences, _sum)
+    product = _each(_l(b), b.sequences, torch.sum)
     return product.exp() * _ppo(b), _inside(product, 0.5, 2)
 
 
@@ -120,7 +107,7 @@ def _self_normalised(b: Batch) -> Tensor:
 
 
 def _pg_is(b: Batch) -> Tensor:
-    w = _each((b.theta - b.mu).detach(), b.sequences, _sum).exp().clamp(max=2)
+    w = _each((b.theta - b.mu).detach(), b.sequences, torch.sum).exp().clamp(max=2)
     return -w * b.a * b.theta
 
 
@@ -140,12 +127,12 @@ def _m2po(b: Batch) -> tuple[Tensor, Tensor]:
 
 def _a_quarter(b: Batch) -> tuple[Tensor, Tensor]:
     """Of six responses one."""
-    mean = _each(_k3(_l(b)), b.sequences, _mean)
+    mean = _each(_k3(_l(b)), b.sequences, torch.mean)
     return _ppo(b), (mean <= 0.01) | (mean < mean.amax())
 
 
 def _trm(b: Batch) -> tuple[Tensor, Tensor]:
-    worst, mean = _each(_l(b) ** 2 / 2, b.sequences, torch.amax), _each(_k3(_l(b)), b.sequences, _mean)
+    worst, mean = _each(_l(b) ** 2 / 2, b.sequences, torch.amax), _each(_k3(_l(b)), b.sequences, torch.mean)
     return _ppo(b), (worst <= 0.5) & (mean <= 0.01)
 
 
@@ -163,13 +150,13 @@ def _tv(b: Batch) -> Tensor:
 
 
 def _opsm(b: Batch) -> Tensor:
-    far = _each((b.mu - b.theta).detach(), b.sequences, _mean) > -math.log(0.905)
+    far = _each((b.mu - b.theta).detach(), b.sequences, torch.mean) > -math.log(0.905)
     return torch.where((b.a < 0) & far, 0, _ppo(b))
 
 
 def _gspo(b: Batch) -> Tensor:
-    s = _each(b.theta - b.old, b.sequences, _mean).exp()
-    return _response_mean(b, _each(_clip(s, b.a, 3e-4, 4e-4), b.sequences, _mean))
+    s = _each(b.theta - b.old, b.sequences, torch.mean).exp()
+    return _response_mean(b, _each(_clip(s, b.a, 3e-4, 4e-4), b.sequences, torch.mean))
 
 
 def _response_mean(b: Batch, each: Tensor) -> Tensor:
@@ -186,17 +173,17 @@ def _gmpo(b: Batch) -> Tensor:
     """The paper's, a response: its gradient is that of the mean."""
     log_r = b.theta - b.old
     clipped = torch.where(b.a > 0, log_r.clamp(max=0.4), log_r.clamp(min=-0.4))
-    return _response_mean(b, -b.a * _each(clipped, b.sequences, _mean).exp())
+    return _response_mean(b, -b.a * _each(clipped, b.sequences, torch.mean).exp())
 
 
 def _vespo(b: Batch) -> Tensor:
-    w = _each((b.theta - b.mu).detach(), b.sequences, _sum).exp()
+    w = _each((b.theta - b.mu).detach(), b.sequences, torch.sum).exp()
     phi = torch.where(b.a >= 0, w**2 * (3 * (1 - w)).exp(), w**3 * (2 * (1 - w)).exp())
     return -phi * b.a * b.theta
 
 
 def _topr(b: Batch) -> Tensor:
-    w = _each((b.theta - b.mu).detach(), b.sequences, _sum).exp()
+    w = _each((b.theta - b.mu).detach(), b.sequences, torch.sum).exp()
     return -torch.where(b.a >= 0, 1, w.clamp(max=1)) * b.a * b.theta
 
 
@@ -221,12 +208,12 @@ _FORMULAS: dict[str, Formula] = {
     "Dual clip": lambda b: torch.where(b.a < 0, torch.minimum(_ppo(b), -3 * b.a), _ppo(b)),
     "Decoupled PPO, TIS": lambda b: _l(b).exp().clamp(max=2) * _ppo(b),
     "Sequence weights, MIS": _mis,
-    "Geometric rejection": lambda b: (_ppo(b), _inside(_each(_l(b), b.sequences, _mean), 1 / 1.001, 1.001)),
+    "Geometric rejection": lambda b: (_ppo(b), _inside(_each(_l(b), b.sequences, torch.mean), 1 / 1.001, 1.001)),
     "IcePop": _icepop,
     "Self-normalised weights": _self_normalised,
     "REINFORCE + IS": _pg_is,
     "Per-decision weights": _prefix,
-    "Turn weights": lambda b: _each(_l(b), b.turns, _sum).exp().clamp(max=2) * _ppo(b),
+    "Turn weights": lambda b: _each(_l(b), b.turns, torch.sum).exp().clamp(max=2) * _ppo(b),
     "KPop": lambda b: (_ppo(b), _kpop(b)),
     "KPop in AReaL": lambda b: _l(b).exp() * _ppo(b) * _kpop(b),
     "TRM": _trm,
@@ -245,7 +232,7 @@ _FORMULAS: dict[str, Formula] = {
     "prime-rl's default": _prime,
     "prime-rl's default, its own form": _prime,
     "Unbiased KL": _unbiased_kl,
-    "Group without the rejected": lambda b: (_ppo(b), _each(_k3(_l(b)), b.sequences, _mean) <= 0.01),
+    "Group without the rejected": lambda b: (_ppo(b), _each(_k3(_l(b)), b.sequences, torch.mean) <= 0.01),
     "Limit on staleness": lambda b: (_ppo(b), b.age <= 2),
 }
 _OTHER_VALUE = {"prime-rl's default"}
@@ -302,6 +289,8 @@ def _far(packed: mp.PackedSequences, theta: Tensor, batch: Batch) -> tuple[mp.Pa
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_the_formula_of_a_method(method: Method) -> None:
     """Loss and gradient of a row's flags are those of its formula; but for PPO they differ from those of PPO."""
+    config = _config(method.flags)
+    assert (config == mp.MismatchConfig()) == (method.flags == "")
     if method.name == "Sampling mask":
         assert method.name not in _FORMULAS  # tests/hooks/megatron_core/test_sampling_mask.py
         return
@@ -310,7 +299,6 @@ def test_the_formula_of_a_method(method: Method) -> None:
         packed, theta, batch = _draw(seed)
         if "prime-rl" in method.name:  # far tokens: they are pulled back, and masked by the sign of A alone
             packed, theta, batch = _far(packed, theta, batch)
-        config = _config(method.flags)
         before = mp.policy_loss(theta, packed, config).statistics.thresholds()
         ours = mp.policy_loss(theta, packed, config, thresholds=before).loss
         formula = _FORMULAS[method.name](batch)

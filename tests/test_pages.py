@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
+import io
 import re
 import shlex
 import subprocess
@@ -21,6 +22,7 @@ from mismatch_plugin import MismatchConfig, preset
 from mismatch_plugin.cli import app
 from mismatch_plugin.config.flags import add_arguments
 from mismatch_plugin.data.read import read
+from mismatch_plugin.launch.__main__ import main as launch_main
 from mismatch_plugin.report.log import write_step
 from tests.data.dumps import PROMPTS, RESPONSES, ROLLOUT, TRAIN, save
 from tests.hooks.contracts.launch_trees import megatron_tree, ray_tree
@@ -73,13 +75,15 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def launch(words: list[str]) -> str:
         line = tuple(word for word in words[words.index("mismatch_plugin.launch") + 1 :] if word != "…")
         if line not in printed:
-            command = [sys.executable, "-m", "mismatch_plugin.launch", *line]
-            command += ["--mismatch-explain-only"] * ("--mismatch-explain-only" not in line)
-            environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-            where = checkouts[next(word for word in line if word in checkouts)]
-            done = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, (words, done.stderr)
-            printed[line] = done.stdout
+            said = io.StringIO()
+            explained = [*line, *["--mismatch-explain-only"] * ("--mismatch-explain-only" not in line)]
+            with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+                patch.chdir(checkouts[next(word for word in line if word in checkouts)])
+                patch.syspath_prepend(".")
+                launch_main(explained)
+            for name in [name for name in sys.modules if name.split(".")[0] == "verl"]:
+                del sys.modules[name]  # of the bare checkout
+            printed[line] = said.getvalue()
         return printed[line]
 
     return launch
@@ -174,16 +178,10 @@ def test_flags_and_commands_in_the_text_exist() -> None:
 
 def test_cells_can_be_read() -> None:
     """A table's cell is at most 120 characters (but for the axes of methods.md)."""
-    long = [
-        (page.name, cell[:60])
-        for page in EVERY_PAGE
-        if page.name != "methods.md"
-        for line in page.read_text(encoding="utf-8").splitlines()
-        if line.startswith("|")
-        for cell in re.split(r"(?<!\\)\|", line)
-        if len(cell.strip()) > 120
-    ]
-    assert long == []
+    pages = [page for page in EVERY_PAGE if page.name != "methods.md"]
+    rows = [(page.name, line) for page in pages for line in page.read_text(encoding="utf-8").splitlines()]
+    cells = [(name, cell.strip()) for name, line in rows if line[:1] == "|" for cell in re.split(r"(?<!\\)\|", line)]
+    assert [(name, cell[:60]) for name, cell in cells if len(cell) > 120] == []
 
 
 def test_a_demo_writes_into_a_new_folder_and_its_dump_is_small(tmp_path: Path) -> None:

@@ -17,17 +17,14 @@ from mismatch_plugin import patching
 from mismatch_plugin.hooks.hosts import HOSTS
 from mismatch_plugin.patching import Patch, PatchError, State, apply, manifest, patches_of, revert, state_of
 
-PATCHED = tuple(dict.fromkeys(patch.host for patch in manifest()))
-
 
 @pytest.mark.parametrize("patch", manifest(), ids=lambda patch: f"{patch.host} {patch.file}")
 def test_a_patch_is_small_and_imports_what_is_there(patch: Patch) -> None:
     assert patch.host in HOSTS and patch.why and len(patch.edits) <= 4
     assert sum(after.count("\n") - before.count("\n") for before, after in patch.edits) <= 8
-    for _, after in patch.edits:
-        for line in after.splitlines():
-            if line.startswith("from mismatch_plugin"):
-                exec(line, {})
+    for line in "\n".join(after for _, after in patch.edits).splitlines():
+        if line.startswith("from mismatch_plugin"):
+            exec(line, {})
 
 
 @pytest.fixture
@@ -55,8 +52,7 @@ def test_apply_and_revert_are_idempotent(tree: Path) -> None:
     assert state_of(patches[0], tree) is State.APPLIED
     assert revert(patches, tree) == ["reverted in pkg/a.py"]
     assert revert(patches, tree) == ["nothing to do: pkg/a.py (not applied)"]
-    assert path.read_bytes() == b"above = 0\n" + before
-    assert path.stat().st_mode & 0o777 == 0o755
+    assert path.read_bytes() == b"above = 0\n" + before and path.stat().st_mode & 0o777 == 0o755
     assert sorted(path.name for path in (tree / "pkg").iterdir()) == ["a.py", "b.py"]
 
 
@@ -69,19 +65,25 @@ def test_another_file_is_refused_and_nothing_is_changed(text: str, tree: Path) -
         with pytest.raises(PatchError, match=r"pkg/b\.py is not the file that the patch was made for"):
             change(patches_of("own", optional=True)[::-1], tree)
     assert (tree / "pkg" / "a.py").read_bytes() == before
-    (tree / "pkg" / "b.py").unlink()
-    with pytest.raises(PatchError, match=r"has no pkg/b\.py: is it a checkout of own"):
-        apply(patches_of("own", optional=True), tree)
-    with pytest.raises(PatchError, match="is no folder"):
-        apply(patches_of("own"), tree / "nowhere")
 
 
-def test_files_and_hosts_without_a_patch(tree: Path) -> None:
+def test_files_folders_and_hosts_without_a_patch(tree: Path) -> None:
     assert [patch.file for patch in patches_of("own", ["pkg/b.py"])] == ["pkg/b.py"]
-    with pytest.raises(PatchError, match=r"own has no patch for pkg/c\.py: there are those of pkg/a\.py, pkg/b\.py"):
-        patches_of("own", ["pkg/c.py"])
-    with pytest.raises(PatchError, match=r"no patch for host 'verl'.*verl needs none: set actor_rollout_ref"):
-        patches_of("verl")
+    (tree / "pkg" / "a.py").unlink()
+    for wrong, says in (
+        (lambda: patches_of("own", ["pkg/c.py"]), r"own has no patch for pkg/c\.py: there are those of pkg/a\.py"),
+        (lambda: patches_of("verl"), r"no patch for host 'verl'.*verl needs none: set actor_rollout_ref"),
+        (lambda: patches_of("nemo"), "there is no patch for host 'nemo'"),
+        (lambda: apply(patches_of("own"), tree), r"has no pkg/a\.py: is it a checkout of own"),
+        (lambda: apply(patches_of("own"), tree / "nowhere"), "is no folder"),
+    ):
+        with pytest.raises(PatchError, match=says):
+            wrong()
+
+
+def test_a_host_may_be_spelled_as_it_is_elsewhere() -> None:
+    for name, spelled in {"megatron-lm": ("megatron_lm", "megatron_rl"), "nemo-rl": ("nemo_rl", "NeMo-RL")}.items():
+        assert all(patches_of(other) == patches_of(name) for other in spelled)
 
 
 def test_the_command(tree: Path) -> None:
@@ -95,41 +97,37 @@ def test_the_command(tree: Path) -> None:
     assert run("check") == (0, f"pkg/a.py: applied\n  to test\n{other}")
     (tree / "pkg" / "b.py").write_text("another file\n")
     status, output = run("check")
-    assert status == 0  # what nobody asked for is shown, and fails nothing
-    assert "pkg/b.py (optional): another version" in output
+    assert status == 0 and "pkg/b.py (optional): another version" in output  # nobody asked for it, so it fails nothing
     assert (run("check", "--optional")[0], run("check", "--file", "pkg/b.py")[0]) == (1, 1)
     assert run("revert") == (0, "reverted in pkg/a.py\n")
     (tree / "pkg" / "a.py").unlink()
     status, output = run("apply")
-    assert status == 2
-    assert output.startswith("mismatch-plugin patch:") and "has no pkg/a.py" in output
+    assert status == 2 and output.startswith("mismatch-plugin patch:") and "has no pkg/a.py" in output
     assert run("check")[0] == 1  # a patch that can neither be applied nor is
 
 
 # The hosts' own files -------------------------------------------------------------------------------------------------
 
 
-def _checkout(host: str, patches: list[Patch], folder: Path) -> Path:
+def checkout(patches: list[Patch], folder: Path) -> Path:
     """The touched files as they are at the tested commit."""
     root = os.environ.get("MISMATCH_HOST_SRC")
     for patch in patches:
-        source = Path(root or "", HOSTS[host].title, patch.file)
+        source = Path(root or "", HOSTS[patch.host].title, patch.file)
         if root is None or not source.is_file():
             pytest.skip("NOT RUN (host source absent)")
-        target = folder / patch.file
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(source, target)
+        (folder / patch.file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, folder / patch.file)
     return folder
 
 
-@pytest.mark.parametrize("host", PATCHED)
+@pytest.mark.parametrize("host", dict.fromkeys(patch.host for patch in manifest()))
 def test_patches_apply_compile_and_revert_on_the_host_s_files(host: str, tmp_path: Path) -> None:
     patches = patches_of(host, optional=True)
-    root = _checkout(host, patches, tmp_path)
+    root = checkout(patches, tmp_path)
     before = {patch.file: (root / patch.file).read_bytes() for patch in patches}
     assert apply(patches, root) == [f"applied to {patch.file}" for patch in patches]
     assert compileall.compile_dir(root, quiet=1, force=True)
-    assert apply(patches, root) == [f"nothing to do: {patch.file} (applied)" for patch in patches]
     revert(patches, root)
     assert before == {patch.file: (root / patch.file).read_bytes() for patch in patches}
 
@@ -137,29 +135,18 @@ def test_patches_apply_compile_and_revert_on_the_host_s_files(host: str, tmp_pat
 def test_a_patched_megatron_returns_float32_log_probs(tmp_path: Path) -> None:
     """selective_log_softmax of bf16 logits, taken out of the patched file: the rounding of 2⁻⁹ |log p| is gone."""
     patches = patches_of("megatron-lm", ["megatron/rl/rl_utils.py"])
-    root = _checkout("megatron-lm", patches, tmp_path)
+    root = checkout(patches, tmp_path)
+
+    def log_softmax() -> Any:
+        tree = ast.parse((root / "megatron" / "rl" / "rl_utils.py").read_text())
+        node = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "selective_log_softmax")
+        names: dict[str, Any] = {"torch": torch, "is_batch_invariant_mode_enabled": lambda: False}
+        exec(compile(ast.Module(body=[node], type_ignores=[]), "rl_utils.py", "exec"), names)
+        return names["selective_log_softmax"](logits, torch.zeros(2, 5, dtype=torch.int64))
+
     logits = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1)).bfloat16() * 4
-    index = torch.zeros(2, 5, dtype=torch.int64)
-    exact = logits.double().log_softmax(-1)[..., 0]
-    released = _log_softmax(root)(logits, index)
+    exact, released = logits.double().log_softmax(-1)[..., 0], log_softmax()
     apply(patches, root)
-    patched = _log_softmax(root)(logits, index)
+    patched = log_softmax()
     assert (released.dtype, patched.dtype) == (torch.bfloat16, torch.float32)
-    assert float((released - exact).abs().max()) > 1e-3
-    assert float((patched - exact).abs().max()) < 1e-5
-
-
-def _log_softmax(root: Path) -> Any:
-    tree = ast.parse((root / "megatron" / "rl" / "rl_utils.py").read_text())
-    node = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "selective_log_softmax")
-    names: dict[str, Any] = {"torch": torch, "is_batch_invariant_mode_enabled": lambda: False}
-    exec(compile(ast.Module(body=[node], type_ignores=[]), "rl_utils.py", "exec"), names)
-    return names["selective_log_softmax"]
-
-
-def test_a_host_may_be_spelled_as_it_is_elsewhere() -> None:
-    for name, spelled in {"megatron-lm": ("megatron_lm", "megatron_rl"), "nemo-rl": ("nemo_rl", "NeMo-RL")}.items():
-        for other in spelled:
-            assert patches_of(other) == patches_of(name)
-    with pytest.raises(PatchError, match="there is no patch for host 'nemo'"):
-        patches_of("nemo")
+    assert float((released - exact).abs().max()) > 1e-3 and float((patched - exact).abs().max()) < 1e-5

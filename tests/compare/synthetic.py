@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mismatch_plugin.compare.experiments import Settings
+
 SEEDS = tuple(range(100, 112))
 ENDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
     "control": {"PPO": (0.98, 0.98), "bypass": (0.98, 0.98), "token_is": (0.98, 0.98)},
@@ -46,6 +48,13 @@ INFO: Mapping[str, Any] = {
     "about_seeds": "Parameters were chosen on seeds 0 to 9.",
     "command": "mismatch-plugin compare --output RUN",
 }
+
+
+def small(**changes: Any) -> Settings:
+    """The problem in small, for runs that are made."""
+    sizes = {"hidden": 16, "ffn": 24, "steps": 4, "prompts_per_batch": 8, "samples_per_prompt": 4, "lr": 4e-3}
+    warm = {"warm_up_target": 0.3, "warm_up_steps": 40, "warm_up_batch": 64, "warm_up_lr": 1e-2}
+    return Settings.model_validate({**sizes, **warm, "eval_every": 2, "eval_prompts": 16, **changes})
 
 
 def exact_at(step: int, peak: float, end: float) -> float:

@@ -17,6 +17,8 @@ import mismatch_plugin as mp
 from mismatch_plugin.compare.experiments import PAD, Settings, get_task, seed_for, variant_config
 from mismatch_plugin.compare.loop import ExpertFlips, Runs, exponential, generate, rollout_weights, warm_weights
 from mismatch_plugin.compare.model import OUTPUT, Weights, forward, initial_weights, response_log_probs
+from tests.compare.synthetic import small
+from tests.full import FULL
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core"),
@@ -44,22 +46,18 @@ CONFIGS = {
 }
 
 
-def small(**changes: Any) -> Settings:
-    sizes = {"hidden": 16, "ffn": 24, "steps": 4, "prompts_per_batch": 8, "samples_per_prompt": 4, "lr": 4e-3}
-    warm = {"warm_up_target": 0.3, "warm_up_steps": 40, "warm_up_batch": 64, "warm_up_lr": 1e-2}
-    return Settings.model_validate({**sizes, **warm, "eval_every": 2, "eval_prompts": 16, **changes})
-
-
 SETTINGS = {
     "int3": small(rollout_dtype="int3"),
     "stale": small(staleness=4, steps=8),
     "ends": small(task="reverse", rollout_dtype="int2", temperature=0.9),
     "experts": small(experts=3, expert_flips=0.5),
 }
+THREE = ("int3", "stale", "ends")
 CASES = [
-    *((name, label) for name in ("int3", "stale", "ends") for label in CONFIGS),
+    *((name, label) for at, label in enumerate(CONFIGS) for name in (THREE if FULL else [THREE[at % 3]])),
     *(("experts", label) for label in ("0", "2 token")),
 ]
+"""In the quick suite every configuration in one of the three settings."""
 
 
 class Followed(NamedTuple):
@@ -217,7 +215,7 @@ def test_both_train_alike(name: str, label: str, batched: dict[str, Followed]) -
 
 def test_every_configuration_has_an_effect(batched: dict[str, Followed]) -> None:
     """Otherwise the comparison above would not see one that is ignored."""
-    for name in ("int3", "stale", "ends"):
+    for name in THREE:
         final = {label: batched[name].end[OUTPUT][2 * i].tolist() for i, label in enumerate(CONFIGS)}
         if name != "stale":  # nothing is old there
             del final["rejected by age"]

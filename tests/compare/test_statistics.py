@@ -14,7 +14,6 @@ pytest.importorskip("scipy", reason="the comparison's statistics need scipy (ext
 
 from scipy import integrate, stats
 
-from mismatch_plugin.compare import statistics
 from mismatch_plugin.compare.statistics import (
     EXACT_SEEDS,
     LEVEL,
@@ -37,15 +36,11 @@ def by_seed(values: np.ndarray) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 9])
-def test_sign_flips_are_those_of_scipy_and_of_enumeration(n: int) -> None:
+def test_sign_flips_are_those_of_enumeration(n: int) -> None:
     random = np.random.default_rng(n)
     for d in (random.normal(0.5, 1.0, n), random.integers(-2, 3, n).astype(float), np.zeros(n), np.full(n, 0.1)):
         sums = np.array([np.dot(signs, d) for signs in itertools.product((1, -1), repeat=n)])
-        expected = np.mean(np.abs(sums) >= abs(d.sum()) - 1e-12)
-        assert sign_flip_p(d) == pytest.approx(expected, abs=1e-12)
-        if n > 1:
-            peer = stats.permutation_test((d,), np.sum, permutation_type="samples", n_resamples=2**n, vectorized=True)
-            assert sign_flip_p(d) == pytest.approx(peer.pvalue, abs=1e-12)
+        assert sign_flip_p(d) == pytest.approx(np.mean(np.abs(sums) >= abs(d.sum()) - 1e-12), abs=1e-12)
 
 
 def test_sign_flips_of_collapses_are_mcnemar_s_exact_test() -> None:
@@ -56,20 +51,18 @@ def test_sign_flips_of_collapses_are_mcnemar_s_exact_test() -> None:
         assert paired_difference(variant, baseline).p == pytest.approx(expected, abs=1e-12)
 
 
-def test_interval_effect_and_p_are_those_of_scipy() -> None:
+@pytest.mark.parametrize("n", [2, 12, EXACT_SEEDS, EXACT_SEEDS + 1])
+def test_interval_effect_and_p_are_those_of_scipy(n: int) -> None:
     random = np.random.default_rng(0)
-    a, b = random.normal(0.3, 1.0, EXACT_SEEDS + 10), random.normal(0.0, 1.0, EXACT_SEEDS + 10)
-    for n in (2, 12, 24, EXACT_SEEDS, EXACT_SEEDS + 1):
-        found = paired_difference(by_seed(a[:n]), {**by_seed(b[:n]), 999: 5.0})  # a seed that only one has is left out
-        peer = stats.ttest_rel(a[:n], b[:n])
-        interval = peer.confidence_interval()
-        assert (found.low, found.high) == pytest.approx((interval.low, interval.high), rel=1e-12)
-        assert found.n == n and found.mean == pytest.approx((a - b)[:n].mean())
-        assert found.effect_size == pytest.approx((a - b)[:n].mean() / (a - b)[:n].std(ddof=1))
-        if n > EXACT_SEEDS:
-            assert found.p == pytest.approx(peer.pvalue, rel=1e-12)
-        elif n > 2:
-            assert found.p == pytest.approx(peer.pvalue, abs=0.05)  # another test of the same
+    a, b = random.normal(0.3, 1.0, n), random.normal(0.0, 1.0, n)
+    found = paired_difference(by_seed(a), {**by_seed(b), 999: 5.0})  # a seed that only one has is left out
+    peer = stats.ttest_rel(a, b)
+    interval = peer.confidence_interval()
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high), rel=1e-12)
+    assert found.n == n and found.mean == pytest.approx((a - b).mean())
+    assert found.effect_size == pytest.approx((a - b).mean() / (a - b).std(ddof=1))
+    if n > 2:  # up to EXACT_SEEDS another test of the same
+        assert found.p == pytest.approx(peer.pvalue, abs=0.05 if n <= EXACT_SEEDS else 1e-12)
 
 
 def test_holm_by_hand() -> None:
@@ -117,27 +110,16 @@ def test_outcomes_of_a_curve_by_hand() -> None:
     assert area_under_curve(steps[:1], values[:1] + 0.4) == 0.4
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_comparison(tmp_path_factory.mktemp("whole") / "run")
-
-
-def test_a_whole_folder(root: Path) -> None:
-    folder = read_folder(root)
+def test_a_whole_folder_is_read_and_its_verdicts_are_what_was_planted(tmp_path: Path) -> None:
+    folder = read_folder(write_comparison(tmp_path / "run"))
     assert folder.missing == () and folder.seeds == SEEDS and folder.measure() == "held_out_exact"
     results = summarise(folder)
     assert {s: [*of] for s, of in results.items()} == {s: [*of] for s, of in ENDS.items()}
-    stale = results["stale32"]
-    verdicts = {name: variant.verdict for name, variant in stale.items() if name != "PPO"}
+    verdicts = {name: variant.verdict for name, variant in results["stale32"].items() if name != "PPO"}
     gained = dict.fromkeys(("bypass", "token_is", "token_icepop"), "better")
     assert verdicts == {"dual_clip": "same", "seq_is": "worse", **gained}
-    assert stale["PPO"].mean == pytest.approx(0.1) and stale["PPO"].fell == 12 and stale["token_is"].fell == 0
-    fewer = stale["token_is"].collapse_difference
+    fewer = results["stale32"]["token_is"].collapse_difference
     assert fewer is not None and fewer.p == 2 / 2**12 and fewer.verdict == "better"
-    worse = results["int2"]["bypass"]
-    assert worse.verdict == "worse" and worse.area_difference is not None and worse.area_difference.verdict == "worse"
-    assert worse.figures["rejected"] == pytest.approx(0.25) and worse.figures["mean_kl"] == pytest.approx(0.5)
-    assert stale["PPO"].figures["grad_norm"] == 300.0 and "impossible" not in stale["PPO"].figures
     assert {v.verdict for name, v in results["control"].items() if name != "PPO"} <= {"not significant", "same"}
 
 
@@ -158,48 +140,32 @@ def test_a_diverged_run_is_zero_and_collapsed(tmp_path: Path) -> None:
     assert "stale32, bypass, seed 100: grad_norm is no finite number at 1 step." in read_folder(tmp_path).missing
 
 
-def damage(path: Path, name: str) -> None:
-    text = (path / "metrics.jsonl").read_text().splitlines()
-    match name:
-        case "unfinished":
-            (path / "done.json").unlink()
-        case "done is cut":
-            (path / "done.json").write_text('{"status": "fin')
-        case "metrics are cut":
-            (path / "metrics.jsonl").write_text("\n".join(text[:10]) + "\n")
-            (path / "done.json").write_text('{"step": 400}')
-        case "half a line":
-            (path / "metrics.jsonl").write_text("\n".join(text) + "\n" + text[-1][:40])
-        case "binary":
-            (path / "metrics.jsonl").write_bytes(b"\xff\xfe\x00\x81" * 40)
-        case "no step":
-            (path / "metrics.jsonl").write_text("\n")
-        case "odd steps":
-            odd = [
-                '{"step": 1.5}',
-                '{"step": "7"}',
-                '{"step": 1e400}',
-                "[1]",
-                '{"step": 20, "reward": ' + "9" * 400 + "}",
-            ]
-            (path / "metrics.jsonl").write_text("\n".join([*odd, *text]) + "\n")
+LINE = '{"step": 400, "held_out_exact": 0.5}\n'
+ODD = ['{"step": 1.5}', '{"step": "7"}', '{"step": 1e400}', "[1]", '{"step": 20, "reward": ' + "9" * 400 + "}"]
 
 
 @pytest.mark.parametrize(
-    ("name", "note", "counts"),
+    ("done", "before", "kept", "after", "note", "counts"),
     [
-        ("unfinished", "unfinished, 21 steps; left out of every comparison.", False),
-        ("done is cut", "done.json is damaged; left out of every comparison.", False),
-        ("metrics are cut", "ended at step 400, and its metrics stop at step 180; left out of every", False),
-        ("half a line", "1 damaged line skipped.", True),
-        ("binary", "1 damaged line skipped.", False),
-        ("no step", "started, but holds no step.", False),
-        ("odd steps", "4 damaged lines skipped.", True),
+        (None, "", 21, "", "unfinished, 21 steps; left out of every comparison.", False),
+        ('{"status": "fin', "", 21, "", "done.json is damaged; left out of every comparison.", False),
+        ('{"step": 400}', "", 10, "", "ended at step 400, and its metrics stop at step 180; left out of every", False),
+        ("{}", "", 21, LINE[:20], "1 damaged line skipped.", True),
+        ("{}", "", 0, "\udcff\udcfe\x00\x81", "1 damaged line skipped.", False),
+        ("{}", "", 0, "\n", "started, but holds no step.", False),
+        ("{}", "\n".join(ODD) + "\n", 21, "", "4 damaged lines skipped.", True),
     ],
 )
-def test_a_damaged_run_is_named_and_the_others_are_compared(tmp_path: Path, name: str, note: str, counts: bool) -> None:
+def test_a_damaged_run_is_named_and_the_others_are_compared(
+    tmp_path: Path, done: str | None, before: str, kept: int, after: str, note: str, counts: bool
+) -> None:
     root = write_comparison(tmp_path / "run", settings=["int2"], plan={"int2": [*ENDS["int2"]]})
-    damage(root / "int2" / "bypass" / "seed103", name)
+    run = root / "int2" / "bypass" / "seed103"
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)[:kept]
+    (run / "metrics.jsonl").write_text(before + "".join(lines) + after, errors="surrogateescape")
+    (run / "done.json").unlink()
+    if done is not None:
+        (run / "done.json").write_text(done)
     folder = read_folder(root)
     assert folder.missing[0].startswith(f"int2, bypass, seed 103: {note}")
     bypass = summarise(folder)["int2"]["bypass"]
@@ -208,15 +174,11 @@ def test_a_damaged_run_is_named_and_the_others_are_compared(tmp_path: Path, name
 
 
 def test_what_was_not_started_and_what_lost_its_description(tmp_path: Path) -> None:
-    root = write_comparison(
-        tmp_path / "run", settings=["int2"], plan={"int2": ["PPO", "bypass", "token_icepop"]}, seeds=[100]
-    )
+    plan = {"int2": ["PPO", "bypass", "token_icepop"]}
+    root = write_comparison(tmp_path / "run", settings=["int2"], plan=plan, seeds=[100])
     (root / "run.json").write_text((root / "run.json").read_text().replace("[100]", "[100, 101]"))
-    assert read_folder(root).missing == (
-        "int2, PPO: seed 101 not started.",
-        "int2, bypass: seed 101 not started.",
-        "int2, token_icepop: seeds 100, 101 not started.",
-    )
+    missing = {"PPO": "seed 101", "bypass": "seed 101", "token_icepop": "seeds 100, 101"}
+    assert read_folder(root).missing == tuple(f"int2, {name}: {what} not started." for name, what in missing.items())
     for run in root.glob("*/*/seed100"):
         (run / "config.json").write_text("{")
     (root / "run.json").write_text('{"plan":')
@@ -227,12 +189,9 @@ def test_what_was_not_started_and_what_lost_its_description(tmp_path: Path) -> N
         read_folder(root / "none")
 
 
-def test_a_step_written_twice_counts_as_last_written_and_rewards_judge_alone(
-    tmp_path: Path,
-) -> None:
+def test_a_step_written_twice_counts_as_last_written_and_rewards_judge_alone(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "control", "PPO", 100)
     steps = [{"step": step, "reward": reward} for step, reward in ((1, 0.2), (2, 0.4), (2, 0.6), (3, 0.7), (4, 0.8))]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
     read = read_folder(tmp_path)
     assert read.measure() == "reward" and summarise(read)["control"]["PPO"].finals == {100: pytest.approx(0.7)}
-    assert statistics.WINDOW == 3

@@ -18,6 +18,7 @@ from examples.benchmarks.correction_contenders import SETTINGS, Batch, packed
 from examples.benchmarks.counting import count
 from examples.benchmarks.log_prob_contenders import OURS, from_logits
 from examples.benchmarks.measuring import Contender, extra_bytes, in_processes, measure, take_turns
+from tests.full import full_only
 
 CPU = torch.device("cpu")
 ABSENT = {  # contender: whether it can be had here, and what its row says where not
@@ -40,28 +41,28 @@ def quick_rows() -> dict[str, list[dict[str, Any]]]:
     return {part: bench.PARTS[part](CPU, True, 1) for part in parts}
 
 
-@pytest.fixture(scope="module")
-def rows() -> dict[str, list[dict[str, Any]]]:
-    return in_processes(quick_rows, 1)[0]
-
-
-def test_all_contenders_are_there_and_compute_the_same(rows: dict[str, list[dict[str, Any]]]) -> None:
-    for part in ("log_probs", "linear", "correction", "loss"):
-        for row in rows[part]:
-            here, why = next((found for name, found in ABSENT.items() if row["contender"].startswith(name)), (True, ""))
-            if not here:
-                assert row["status"] == why, row
-            elif row.get("status") == "it has no such setting":
-                assert row["contender"].startswith("slime's") and row["case"][:6] in ("geomet", "prefix")
-            else:
-                # One casts its gradient to bfloat16.
-                limit = 5e-3 if row["contender"] == "megatron-core fused" else 1e-5
-                assert "status" not in row and row["deviation"] < limit, row
-    assert {row["case"].removesuffix(", packed") for row in rows["correction"]} >= {
-        setting.name for setting in SETTINGS
-    }
+@full_only
+def test_all_contenders_are_there_and_compute_the_same_and_what_crosses_ranks_is_what_the_page_says() -> None:
+    (rows,) = in_processes(quick_rows, 1)
+    for row in [row for part in ("log_probs", "linear", "correction", "loss") for row in rows[part]]:
+        here, why = next((found for name, found in ABSENT.items() if row["contender"].startswith(name)), (True, ""))
+        if not here:
+            assert row["status"] == why, row
+        elif row.get("status") == "it has no such setting":
+            assert row["contender"].startswith("slime's") and row["case"][:6] in ("geomet", "prefix")
+        else:  # one casts its gradient to bfloat16
+            limit = 5e-3 if row["contender"] == "megatron-core fused" else 1e-5
+            assert "status" not in row and row["deviation"] < limit, row
+    cases = {row["case"].removesuffix(", packed") for row in rows["correction"]}
+    assert cases >= {setting.name for setting in SETTINGS}
     assert len({row["contender"] for row in rows["log_probs"]}) == 12
     assert len(rows["whole_step"]) == 4 and not any("status" in row for row in rows["whole_step"])
+    ranks = {row["case"]: row for row in rows["communication"] if row["contender"] == OURS}
+    tp = ranks["tp 2: 32 tokens, vocabulary 128, with entropy"]
+    assert (tp["collectives"], tp["sent_bytes"]) == (1, 16 * 32)  # an all-gather of four float32 a target
+    cp = ranks["cp 2: correction of 8 sequences"]
+    assert (cp["collectives"], cp["sent_bytes"]) == (1, 7 * 8 * 8)  # a SUM of seven float64 a sequence
+    assert ranks["dp 2: a step's agreement and statistics"]["collectives"] == 3
 
 
 def test_contenders_that_differ_are_seen() -> None:
@@ -71,21 +72,13 @@ def test_contenders_that_differ_are_seen() -> None:
     assert rows[0]["deviation"] == 0 and rows[1]["deviation"] > 0.01
 
 
-def test_counts_are_exact_and_what_crosses_ranks_is_what_the_page_says(rows: dict[str, list[dict[str, Any]]]) -> None:
-    found = {(row["case"], row["contender"]): row for row in rows["correction"]}
-    ours = found["sequence TIS + rejection + veto, packed", OURS]
-    counts = count(packed(Batch(32, 40, CPU), SETTINGS[3])[0].make())
-    assert (ours["kernels"], ours["syncs"]) == (counts.total, 0)
-    assert ours["kernels"] < 115
-    loop = packed(Batch(8, 40, CPU), SETTINGS[3])[2].make()
-    many = found["sequence TIS + rejection + veto, packed", "a plain loop, no metrics"]["kernels"]
-    assert (many - count(loop).total) % 24 == 0  # the same kernels for each of 24 sequences more
-    ranks = {row["case"]: row for row in rows["communication"] if row["contender"] == OURS}
-    tp = ranks["tp 2: 32 tokens, vocabulary 128, with entropy"]
-    assert (tp["collectives"], tp["sent_bytes"]) == (1, 16 * 32)  # an all-gather of four float32 a target
-    cp = ranks["cp 2: correction of 8 sequences"]
-    assert (cp["collectives"], cp["sent_bytes"]) == (1, 7 * 8 * 8)  # a SUM of seven float64 a sequence
-    assert ranks["dp 2: a step's agreement and statistics"]["collectives"] == 3
+def test_kernels_do_not_grow_with_sequences_but_those_of_a_plain_loop_do() -> None:
+    ours, loop = (
+        [count(packed(Batch(sequences, 40, CPU), SETTINGS[3])[contender].make()) for sequences in (8, 32)]
+        for contender in (0, 2)
+    )
+    assert ours[0].total == ours[1].total < 115 and not ours[1].syncs
+    assert loop[1].total > loop[0].total and (loop[1].total - loop[0].total) % 24 == 0
 
 
 def test_the_counter_sees_syncs_bytes_and_the_peak() -> None:
@@ -134,60 +127,41 @@ def test_extra_memory_is_that_of_the_call() -> None:
     assert 0.9 * size < extra_bytes(lambda: torch.ones(size, dtype=torch.uint8), CPU) < 1.5 * size
 
 
-def test_an_error_of_a_process_is_told() -> None:
-    with pytest.raises(ZeroDivisionError):
-        in_processes(divmod, 1, 1, 0)
-
-
-def test_json_and_markdown_say_the_same(tmp_path: Path) -> None:
+def test_a_part_that_fails_leaves_the_others_and_json_and_markdown_say_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     row = {"case": "a case", "contender": OURS, "ms": 12.34, "ratio": 1.0, "kernels": 9}
     missing = {"case": "a case", "contender": "verl's helper", "status": "No module named 'verl'"}
-    results = {"correction": {"machine": {"device": "a CPU"}, "rows": [row, missing]}}
-    bench.save(results, tmp_path)
-    assert json.loads((tmp_path / "bench.json").read_text()) == results
+    results = {"machine": {"device": "a CPU"}, "rows": [row, missing]}
+
+    def fails_first(function: Any, size: int, name: str, *_: Any, **options: Any) -> list[Any]:
+        if name == "log_probs":
+            raise RuntimeError("too little memory")
+        return [results]
+
+    monkeypatch.setattr(bench, "in_processes", fails_first)
+    options = ["--only", "log_probs", "--only", "scaling", "--device", "cpu", "--output", str(tmp_path)]
+    assert bench.main(options) == 1
+    assert "log_probs failed: RuntimeError('too little memory')" in capsys.readouterr().out
+    assert json.loads((tmp_path / "bench.json").read_text()) == {"scaling": results}
     text = (tmp_path / "bench.md").read_text()
     assert "| case | contender | ms | ratio | kernels |" in text and "device a CPU" in text
     assert f"| a case | {OURS} | 12.3 | 1.00 | 9 |" in text
     assert "|  | verl's helper | No module named 'verl' | – | – |" in text
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", '{"log_probs": 1}', '{"pictures": {"machine": {}, "rows": []}}', None])
-def test_a_folder_that_cannot_be_used_is_refused_before_measuring(
-    tmp_path: Path, content: str | None, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("content", ["{", '{"log_probs": 1}', '{"pictures": {"machine": {}, "rows": []}}', "cuda"])
+def test_what_cannot_be_is_refused_before_measuring(
+    tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "bench"
-    if content is None:
-        folder.write_text("a file")
-    else:
-        folder.mkdir()
-        (folder / "bench.json").write_text(content)
-    with pytest.raises(SystemExit, match="2"):
-        bench.main(["--quick", "--device", "cpu", "--output", str(folder)])
-    said = capsys.readouterr()
-    assert "give another folder" in said.err and not said.out
-
-
-def test_a_part_that_fails_leaves_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails_first(function: Any, size: int, name: str, *_: Any, **options: Any) -> list[Any]:
-        if name == "log_probs":
-            raise RuntimeError("too little memory")
-        return [{"machine": {}, "rows": [{"case": "a", "contender": OURS}]}]
-
-    monkeypatch.setattr(bench, "in_processes", fails_first)
-    options = ["--only", "log_probs", "--only", "scaling", "--device", "cpu", "--output", str(tmp_path)]
-    assert bench.main(options) == 1
-    assert "log_probs failed: RuntimeError('too little memory')" in capsys.readouterr().out
-    assert list(json.loads((tmp_path / "bench.json").read_text())) == ["scaling"]
-
-
-def test_cuda_is_refused_where_there_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
+    if content == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
+    device, says = ("cuda", "there is no CUDA device") if content == "cuda" else ("cpu", "give another folder")
+    (tmp_path / "bench.json").write_text("{}" if content == "cuda" else content)
     with pytest.raises(SystemExit, match="2"):
-        bench.main(["--quick", "--device", "cuda", "--output", str(tmp_path)])
-    assert "there is no CUDA device" in capsys.readouterr().err
+        bench.main(["--quick", "--device", device, "--output", str(tmp_path)])
+    said = capsys.readouterr()
+    assert says in said.err and not said.out
 
 
 def test_the_page_is_made_of_the_kept_results() -> None:

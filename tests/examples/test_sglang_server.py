@@ -6,6 +6,7 @@ The real server is started in tests/sglang.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -25,44 +26,41 @@ from examples.sglang_server import CpuServer, ServerError, start_cpu_server
 
 STAND_IN = """\
     #!{python}
-    import http.server, json, os, subprocess, sys, threading, time
+    import http.server, json, os, subprocess, sys, time
     option = dict(zip(sys.argv, sys.argv[1:]))
     folder = option["--model-path"]
-    config = json.load(open(folder + "/config.json"))
-    tried = open(folder + "/tried", "a")
-    tried.write(option["--port"] + " " + option["--dtype"] + "\\n")
-    tried.close()
+    does = json.load(open(folder + "/config.json"))["does"]
+    with open(folder + "/tried", "a") as file:
+        file.write(option["--port"] + " " + option["--dtype"] + "\\n")
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     with open(folder + "/group", "w") as file:
         file.write(str(os.getpgrp()))
-    if config["does"] == "exit":
+    if does == "exit":
         sys.exit("weights are broken")
-    if config["does"] == "port" and len(open(folder + "/tried").readlines()) < 3:
+    if does == "port" and len(open(folder + "/tried").readlines()) < 3:
         sys.exit("[Errno 98] error while attempting to bind: Address already in use")
-    if config["does"] == "hang":
+    if does == "hang":
         time.sleep(600)
 
-    def end():
-        print("out of memory", flush=True)
-        os._exit(3)
-
     class Handler(http.server.BaseHTTPRequestHandler):
-        dying = False
-
         def do_GET(self):
             if self.path == "/end":
-                end()
-            if self.path == "/end_slowly" or Handler.dying:
-                if not Handler.dying:
-                    threading.Timer(1.0, end).start()
-                Handler.dying = True
-                return  # closes the connection without an answer, and those that come until it has ended
+                print("out of memory", flush=True)
+                os._exit(3)
             self.send_response(200)
             self.end_headers()
 
     http.server.HTTPServer(("127.0.0.1", int(option["--port"])), Handler).serve_forever()
 """
+OWNER = """
+import sys, time
+from examples.sglang_server import start_cpu_server
+with start_cpu_server(sys.argv[1], python=sys.argv[2]):
+    print('serves', flush=True)
+    time.sleep(600)
+"""
 DEADLINE_S = 60
+Start = Callable[..., AbstractContextManager[CpuServer]]
 
 
 @pytest.fixture
@@ -73,27 +71,25 @@ def stand_in(tmp_path: Path) -> Path:
     return path
 
 
-Start = Callable[..., AbstractContextManager[CpuServer]]
-
-
 @pytest.fixture
 def start(stand_in: Path, tmp_path: Path) -> Start:
-    """`start(does, …)`: a server whose model makes it do that; its folder is tmp_path / does."""
+    """`start(does, …)`: a server whose model makes it do that."""
 
     def started(does: str, **options: Any) -> AbstractContextManager[CpuServer]:
-        folder = tmp_path / does
-        folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text(json.dumps({"does": does}))
-        return start_cpu_server(folder, **{"python": stand_in, **options})
+        (tmp_path / "config.json").write_text(json.dumps({"does": does}))
+        return start_cpu_server(tmp_path, **{"python": stand_in, **options})
 
     return started
 
 
-def _tried(folder: Path) -> list[str]:
-    return (folder / "tried").read_text().splitlines()
+def tried(folder: Path) -> list[str]:
+    """Port and dtype of every start; forgets them."""
+    lines = (folder / "tried").read_text().splitlines()
+    (folder / "tried").unlink()
+    return lines
 
 
-def _alive(group: int) -> bool:
+def alive(group: int) -> bool:
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
@@ -101,76 +97,66 @@ def _alive(group: int) -> bool:
     return True
 
 
-def _gone(group: int) -> bool:
+def gone(group: int) -> bool:
     """Whether the group vanishes; a killed process that nobody waits for takes a moment."""
     deadline = time.monotonic() + DEADLINE_S
-    while _alive(group) and time.monotonic() < deadline:
+    while alive(group) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return not _alive(group)
+    return not alive(group)
 
 
-def test_it_answers_and_leaves_nothing_behind(start: Start, tmp_path: Path) -> None:
-    with start("serve", dtype="bfloat16", arguments=["--extra", "1"]) as server:
-        assert httpx.get(server.url + "/health").status_code == 200
-        assert not server.ended_by_itself and _alive(server.process_group)
-        port = server.url.rpartition(":")[2]
-    assert _tried(tmp_path / "serve") == [f"{port} bfloat16"]
-    assert _gone(server.process_group)  # its child too
-    server.stop()
-
-
-def test_an_error_in_the_block_ends_it_too(start: Start) -> None:
-    with pytest.raises(LookupError) as caught, start("serve") as server:
-        raise LookupError(server.process_group)
-    assert _gone(*caught.value.args)
-
-
-def test_two_servers_get_two_ports(start: Start) -> None:
-    with start("serve") as one, start("serve") as two:
-        assert one.url != two.url
+def test_servers_answer_on_ports_of_their_own_and_leave_nothing_behind(
+    start: Start, stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MISMATCH_SGLANG_PYTHON", str(stand_in))
+    with (
+        contextlib.suppress(LookupError),
+        start("serve", python=None, dtype="bfloat16", arguments=["--extra", "1"]) as one,
+        start("serve") as two,
+    ):
         assert [httpx.get(server.url + "/health").status_code for server in (one, two)] == [200, 200]
+        assert not one.ended_by_itself and alive(one.process_group)
+        raise LookupError  # an error in the block ends them too
+    ports = [server.url.rpartition(":")[2] for server in (one, two)]
+    assert tried(tmp_path) == [f"{ports[0]} bfloat16", f"{ports[1]} float32"] and ports[0] != ports[1]
+    assert gone(one.process_group) and gone(two.process_group)  # their children too
 
 
 @pytest.mark.parametrize(
-    ("does", "says"),
+    ("does", "timeout", "says"),
     [
-        ("exit", r"did not start, exit code 1:\n(.*\n)*weights are broken"),
-        ("hang", "did not answer within 2 s:\n"),
+        ("exit", 60.0, r"did not start, exit code 1:\n(.*\n)*weights are broken"),
+        ("hang", 2.0, "did not answer within 2 s:\n"),
     ],
 )
-def test_a_server_that_does_not_start_shows_its_log(start: Start, tmp_path: Path, does: str, says: str) -> None:
-    with pytest.raises(ServerError, match=says), start(does, timeout=60.0 if does == "exit" else 2.0):
+def test_a_server_that_does_not_start_shows_its_log(
+    start: Start, tmp_path: Path, does: str, timeout: float, says: str
+) -> None:
+    with pytest.raises(ServerError, match=says), start(does, timeout=timeout):
         pass
-    assert len(_tried(tmp_path / does)) == 1
+    assert len(tried(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("how", ["end", "end_slowly"])
-def test_a_server_that_dies_under_the_block_is_reported_with_its_log(how: str, start: Start) -> None:
+def test_a_server_that_dies_under_the_block_is_reported_with_its_log(start: Start) -> None:
     says = r"ended by itself, exit code 3:\n(.*\n)*out of memory"
     with pytest.raises(ServerError, match=says) as caught, start("serve") as server:
-        httpx.get(f"{server.url}/{how}")
+        httpx.get(f"{server.url}/end")
     assert isinstance(caught.value.__cause__, httpx.TransportError)
 
 
-def test_a_port_taken_meanwhile_is_changed(start: Start, tmp_path: Path) -> None:
+def test_a_port_taken_meanwhile_is_changed_but_not_one_that_was_asked_for(start: Start, tmp_path: Path) -> None:
     with start("port") as server:
-        ports = [line.split()[0] for line in _tried(tmp_path / "port")]
+        ports = [line.split()[0] for line in tried(tmp_path)]
         assert len(set(ports)) == 3 and server.url.endswith(f":{ports[-1]}")
-    (tmp_path / "port" / "tried").unlink()
     with pytest.raises(ServerError, match="Address already in use"), start("port", port=int(ports[0])):
-        pass  # but not one that was asked for
-    assert _tried(tmp_path / "port") == [f"{ports[0]} float32"]
+        pass
+    assert tried(tmp_path) == [f"{ports[0]} float32"]
 
 
 @pytest.mark.parametrize("does", ["serve", "hang"])  # killed while it serves, and while it starts
 def test_it_ends_when_its_owner_is_killed(does: str, stand_in: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys, time; from examples.sglang_server import start_cpu_server\n"
-        "with start_cpu_server(sys.argv[1], python=sys.argv[2]):\n"
-        "    print('serves', flush=True); time.sleep(600)"
-    )
     (tmp_path / "config.json").write_text(json.dumps({"does": does}))
-    owner = subprocess.Popen([sys.executable, "-c", code, tmp_path, stand_in], stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, tmp_path, stand_in], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     if does == "serve":
         assert owner.stdout.readline() == "serves\n"
@@ -178,10 +164,10 @@ def test_it_ends_when_its_owner_is_killed(does: str, stand_in: Path, tmp_path: P
     while not (file.is_file() and file.read_text()) and time.monotonic() < deadline:
         time.sleep(0.02)
     group = int(file.read_text())
-    assert _alive(group)
+    assert alive(group)
     owner.send_signal(signal.SIGKILL)
     owner.communicate()
-    assert _gone(group)
+    assert gone(group)
 
 
 def test_what_is_missing_is_said_before_anything_starts(
@@ -191,8 +177,6 @@ def test_what_is_missing_is_said_before_anything_starts(
     says = r"absent/python: make one with ci/sglang_cpu\.sh"
     with pytest.raises(FileNotFoundError, match=says), start("serve", python=None):
         pass
-    with pytest.raises(FileNotFoundError, match=r"holds no config\.json"), start_cpu_server(tmp_path, python=stand_in):
+    empty = tmp_path / "empty"
+    with pytest.raises(FileNotFoundError, match=r"holds no config\.json"), start_cpu_server(empty, python=stand_in):
         pass
-    monkeypatch.setenv("MISMATCH_SGLANG_PYTHON", str(stand_in))
-    with start("serve", python=None):
-        assert len(_tried(tmp_path / "serve")) == 1
