@@ -309,15 +309,7 @@ REFUSED: list[tuple[Read, str, str]] = [
     (verl, "loss_mode: gsop", "loss_mode 'gsop' is unknown: did you mean gspo"),
     (verl, "rollout_token_veto_threshold: 2.0", "rs.veto_threshold is 2.0: it should be less than 1"),
     (nemo, "use_cispo: true, disable_ppo_ratio: true", "make different losses: switch one of them off."),
-    (
-        nemo,
-        (
-            nemo,
-            NEMO_TIS.replace(": tis", ": ice"),
-            "truncated_importance_sampling_type 'ice' is unknown: did you mean ice",
-        ),
-        "truncated_importance_sampling_type 'ice' is unk",
-    ),
+    (nemo, NEMO_TIS.replace(": tis", ": ice"), "truncated_importance_sampling_type 'ice' is unknown: did you mean"),
     (
         nemo,
         f"{NEMO}, truncated_importance_sampling_type: tis",
