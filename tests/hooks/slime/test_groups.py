@@ -20,8 +20,6 @@ from tests.distributed.launch import launch
 from tests.hooks.contracts.launch_trees import ray_tree
 from tests.hooks.contracts.slime_cases import hooked, ours, weights
 from tests.hooks.contracts.slime_data import arguments, owned, samples
-from tests.hooks.contracts.slime_live import _import_host
-from tests.hooks.contracts.slime_source import host_root
 from tests.hooks.contracts.slime_worker import Model, initialize
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
@@ -44,7 +42,6 @@ class Case:
     rewards: list[float] = field(default_factory=lambda: list(RAW))
     versions: tuple[int | None, ...] = ()
     changes: dict[str, Any] = field(default_factory=dict)
-    root: str = ""
 
 
 def host_arguments(case: Case) -> Namespace:
@@ -83,7 +80,6 @@ def rollout(case: Case, rank: int, ranks: int, cp_rank: int) -> dict[str, Any]:
 
 def advantages_of(case: Case) -> Any:
     """({sample: its advantages here}, metrics), or the error, on one rank."""
-    host = _import_host("slime", case.root, 1, case.cp) if case.root else None
     state = initialize(1, case.cp)
     args, cp_rank = host_arguments(case), state.get_context_parallel_rank()
     data = rollout(case, state.get_data_parallel_rank(), state.get_data_parallel_world_size(), cp_rank)
@@ -91,10 +87,7 @@ def advantages_of(case: Case) -> Any:
         data["weight_versions"] = [[str(v)] if (v := case.versions[i]) is not None else [] for i in data["partition"]]
         slime.ADAPTER.versions.read(data, 5)
     try:
-        if host is None:
-            slime.group_advantages(args, data)
-        else:
-            host.compute_advantages_and_returns(args, data)
+        slime.group_advantages(args, data)
     except ValueError as error:
         return f"{error}"
     assert all(a is b for a, b in zip(data["advantages"], data["returns"], strict=True))
@@ -186,16 +179,6 @@ def test_every_step_logs_what_changed_and_all_accepted_is_what_slime_has() -> No
         assert (metrics[dropped], metrics[changed]) == (0.5, 1.0) and "train/rollout_corr/kl" in metrics
     assert keeping[0][changed] == 0.5  # by the sample that trains nothing
     assert [keeping[2][str(i)] for i in range(4)] == pytest.approx(normalised(RAW, True)[:4], abs=1e-6)
-
-
-def test_slime_calls_it_in_the_place_of_its_own() -> None:
-    root = str(host_root("slime"))
-    more = {"kl_coef": 0, "use_opd": False, "normalize_advantages": False}
-    for layout in ("one", "cp2 dp2"):
-        cp, processes = LAYOUTS[layout]
-        cases = [Case(**{**vars(case), "cp": cp, "root": root, "changes": more}) for case in [*ACCEPTED.values()][:4]]
-        for case, ranks in zip(cases, launch(advantages_of, cases, processes, timeout=240.0), strict=True):
-            check(case, ranks)
 
 
 # What is set and refused ----------------------------------------------------------------------------------------------

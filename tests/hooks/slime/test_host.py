@@ -1,48 +1,39 @@
-"""The adapters in slime and miles: their own `loss_function`, from logits, with real megatron-core groups over gloo.
+"""The adapters in slime and miles: in the hosts' own `loss_function` against the hosts' own losses, from logits.
 
-They are imported from $MISMATCH_HOST_SRC/slime and /miles, with only `ray` stubbed. Loss and gradients equal
-`policy_loss` in one process for every layout; and the hosts' own losses where they mean the same. What is miles's
-alone, padded batches, also runs without it.
+They are imported from $MISMATCH_HOST_SRC/slime and /miles, with only `ray` stubbed. What is miles's alone, padded
+batches, runs without it.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import itertools
-from argparse import Namespace
 from inspect import signature
 from typing import Any
 
 import pytest
 import torch
-import yaml
 
 import mismatch_plugin as mp
 from mismatch_plugin.hooks import miles, slime
-from mismatch_plugin.hooks.slime.updates import SENDERS
 from tests.distributed.launch import launch
 from tests.hooks.contracts.slime_cases import (
     BOUNDS,
     LEVELS,
     MODES,
-    NARROW,
     SHIPPED,
     TERMS,
-    WEIGHTED_KL,
     custom,
     drawn,
     hooked,
     ours,
     own_switches,
     pair_data,
-    product,
     weights,
 )
-from tests.hooks.contracts.slime_compare import HOST_LAYOUTS, compare, same, they_bite
+from tests.hooks.contracts.slime_compare import HOST_LAYOUTS, same, they_bite
 from tests.hooks.contracts.slime_data import ACCEPTED_MEAN, arguments, owned, samples
 from tests.hooks.contracts.slime_live import run_host
-from tests.hooks.contracts.slime_source import call_arguments, function, host_root, parameters, strings
 from tests.hooks.contracts.slime_worker import Case, Runs
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
@@ -50,48 +41,6 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, re
 ADAPTERS: dict[str, Any] = {"slime": slime, "miles": miles}
 PADDED = {"qkv_format": "bshd", "padded": 40}  # longer than every sample, and cut in other chunks than their lengths
 Changes = dict[str, Any]
-
-
-def _cases(host: str) -> dict[str, dict[str, Any]]:
-    """Of both hosts: the product, rollouts of several samples, and what each has of its own."""
-    hook, whole = hooked(host), custom(host)
-    cases: dict[str, Any] = {name: {"changes": changes} for name, changes in product(host).items()}
-    masked = {**whole, **ours(2, weights("sequence", "mask")), **TERMS}
-    cases["rollouts of two samples"] = {"changes": masked, "shared": True}
-    contiguous = {**whole, **ours(3, weights("sequence", "clip")), "allgather_cp": True}
-    cases["contiguous context"] = {"changes": contiguous}
-    if host == "miles":
-        cases["padded, 3"] = {"changes": {**whole, **ours(3, weights("sequence", "truncate")), **PADDED}}
-        cases["padded, 2 by the hook"] = {"changes": {**hook, **ours(2, weights("geometric", "mask")), **PADDED}}
-        weighted = {**whole, **ours(2, weights("token", "mask"), **WEIGHTED_KL), **TERMS}
-        cases["KL with importance weights"] = {"changes": weighted}
-        skipped = {**hook, **ours(2, weights("token", "clip")), "skip_actor_forward_only": True}
-        # miles refuses the hooks around the step with that option
-        cases["no forward pass beforehand"] = {"changes": skipped, "old": False, "hooks": False}
-        return cases
-    own: dict[str, Changes] = {
-        "contiguous context, 2": {**hook, **ours(2, weights("geometric", "mask")), "allgather_cp": True},
-        "recomputed loss": {**whole, **ours(3, weights("sequence", "clip")), "recompute_loss_function": True},
-        "gspo, 0": {**whole, **ours(0), **NARROW, "advantage_estimator": "gspo", "allgather_cp": True},
-        "gspo, 2": {**whole, **ours(2), **NARROW, "advantage_estimator": "gspo", "calculate_per_token_loss": True},
-        "cispo, 2": {**whole, **ours(2), **NARROW, "advantage_estimator": "cispo", **TERMS},
-        "reinforce by hand, 2": {**whole, **ours(2, weights("token", "clip"), objective="reinforce")},
-        "distance to the sampler": {**whole, **ours(2, terms={"rollout_kl_coef": 0.1})},
-    }
-    normalised = ours(2, weights("sequence", "clip", batch_normalize=True))
-    cases["no old log-probs, normalised"] = {"changes": {**hook, **normalised}, "old": False}
-    return cases | {name: {"changes": changes} for name, changes in own.items()}
-
-
-CASES = {host: _cases(host) for host in ADAPTERS}
-DRAWN = {host: drawn(cases, HOST_LAYOUTS) for host, cases in CASES.items()}
-IN_HOST = {host: Runs(run_host, host, CASES[host], HOST_LAYOUTS, DRAWN[host]) for host in ADAPTERS}
-
-
-@pytest.mark.parametrize(("host", "layout", "name"), [(host, *row) for host, rows in DRAWN.items() for row in rows])
-def test_the_host_s_loss_function_equals_one_process(host: str, layout: str, name: str):
-    runs = IN_HOST[host]
-    compare(runs(layout, name), runs.case(layout, name), ADAPTERS[host], by_logits=True)
 
 
 # Against the hosts' own losses ----------------------------------------------------------------------------------------
@@ -162,70 +111,6 @@ def test_slime_s_own_loss_means_the_same(host: str, layout: str, name: str):
     other = "train_rollout_logprob_abs_diff" if host == "miles" and name.startswith("bypass") else ""
     same(mine, theirs, "all" if name.startswith("mis.py") else other, host)
     they_bite(name, mine, theirs)
-
-
-# What of the hosts' source is relied on -------------------------------------------------------------------------------
-
-_UPDATES = {
-    "slime": {
-        "UpdateWeightFromDistributed": "update_weight_from_distributed.py",
-        "UpdateWeightFromTensor": "update_weight_from_tensor.py",
-    },
-    "miles": {
-        "UpdateWeightFromDistributed": "update_weight_from_distributed/broadcast.py",
-        "UpdateWeightP2P": "update_weight_from_distributed/p2p.py",
-        "UpdateWeightFromTensor": "update_weight_from_tensor.py",
-    },
-}
-
-
-@pytest.mark.parametrize("host", ADAPTERS)
-def test_the_host_has_what_is_hooked(host: str) -> None:
-    """Weight versions, samples, the data source, weight updates, training dumps, and slime's mis.yaml as recorded."""
-    root, is_slime = host_root(host) / host, host == "slime"
-    actor, update = root / "backends/megatron_utils/actor.py", root / "backends/megatron_utils/update_weight"
-    train, text = function(actor, "train_actor"), actor.read_text(encoding="utf-8")
-    assert [argument.arg for argument in train.args.args[:3]] == ["self", "rollout_id", "rollout_data"]
-    assert "class MegatronTrainRayActor" in text and "self.weight_updater = " in text and "self.train_actor(" in text
-    types = root / "utils/types.py"
-    assert "self.weight_versions.append(meta_info['weight_version'])" in ast.unparse(ast.parse(types.read_text()))
-    if is_slime:
-        assert {"args", "tokens", "meta_info"} <= {*parameters(function(types, "append_response_tokens"))}
-        shipped = host_root("slime") / "examples" / "train_infer_mismatch_helper" / "mis.yaml"
-        assert yaml.safe_load(shipped.read_text()) == SHIPPED
-    else:
-        assert parameters(function(types, "update_from_meta_info")) == ("self", "args", "meta_info")
-        assert "weight_versions" in strings(function(root / "ray/rollout/train_data_conversion.py", "_package_shards"))
-    manager = root / ("ray/rollout.py" if is_slime else "ray/rollout/rollout_manager.py")
-    assert call_arguments(function(manager, "__init__"), "data_source_cls") == ("args",)
-    imported = {a.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) for a in node.names}
-    assert {*SENDERS[host]} <= imported
-    for name, file in _UPDATES[host].items():
-        sent = parameters(function(update / file, SENDERS[host][name]))[1]
-        assert sent in ("converted_named_tensors", "hf_named_tensors")
-    engine = function(root / "backends/sglang_utils/sglang_engine.py", "get_url" if is_slime else "get_server_info")
-    assert parameters(engine) == ("self",)
-    dumps = root / ("observability/train_data_utils.py" if is_slime else "utils/train_dump_utils.py")
-    assert parameters(function(dumps, "save_debug_train_data")) == ("args", "rollout_id", "rollout_data")
-    assert "get_gloo_group" in (root / "utils/distributed_utils.py").read_text()
-    tensor = (update / "update_weight_from_tensor.py").read_text()
-    for name in ("_ipc_gather_src", "use_distribute", "distributed_rollout_engines", "_is_distributed_src_rank"):
-        assert f"self.{name} = " in tensor
-
-
-@pytest.mark.parametrize("scaled", [True, False])
-def test_slime_s_own_rewards_are_normalised_as_ours(scaled: bool) -> None:
-    """Its `_post_process_rewards`, out of its source: groups are neighbours, float32, this order of operations."""
-    node = function(host_root("slime") / "slime/ray/rollout.py", "_post_process_rewards")
-    node.args.args[1].annotation = None
-    scope: dict[str, Any] = {"torch": torch}
-    exec(compile(ast.Module([node], []), "rollout.py", "exec"), scope)
-    args = arguments(n_samples_per_prompt=4, rollout_batch_size=2, grpo_std_normalization=scaled)
-    args.rewards_normalization = True
-    raw = torch.rand(8, generator=torch.Generator().manual_seed(3)).tolist()
-    these = [Namespace(get_reward_value=lambda args, reward=reward: reward) for reward in raw]
-    manager = Namespace(args=args, custom_reward_post_process_func=None)
-    assert scope["_post_process_rewards"](manager, these) == (raw, slime._normalised(args, raw).tolist())
 
 
 # miles's padded batches, without miles --------------------------------------------------------------------------------
