@@ -24,12 +24,6 @@ DENOMINATORS = ("accepted", "original")
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum/norm")
 BOUNDS = {"token": (0.7, 1.5), "turn": (0.6, 1.6), "sequence": (0.2, 4.0)}
 BOUNDS |= {"geometric": (0.8, 1.055), "prefix": (0.4, 2.5)}
-    "token": (0.7, 1.5),
-    "turn": (0.6, 1.6),
-    "sequence": (0.2, 4.0),
-    "geometric": (0.8, 1.055),
-    "prefix": (0.4, 2.5),
-}
 GROWN = {"turn": (0.8, 1.25), "sequence": (0.75, 1.2), "prefix": (0.8, 1.2)}
 """Bounds of one token, for the settings whose bounds grow as √n."""
 CRITERIA = (
