@@ -115,18 +115,6 @@ def test_a_custom_reducer_sees_what_is_rejected(layout: str, name: str, way: str
     assert (rejected > 0) == ("nothing" not in name and "dry" not in name)
 
 
-def test_masks_keep_their_dtype_and_stay_as_they_came_without_a_reducer():
-    sample = samples()[0]
-    changes = {**HOOK, **ours(2, weights("token", "mask"))}
-    _, (mask,), metrics = call_tis(arguments(**changes), [sample.rows["rollout_log_probs"]])
-    assert mask is sample.rows["loss_masks"]
-    changes["custom_pg_loss_reducer_function_path"] = ACCEPTED_MEAN
-    _, (left,), _ = call_tis(arguments(**changes), [sample.rows["rollout_log_probs"]])
-    assert left.dtype == mask.dtype
-    assert left.equal(mask - metrics["tis_rejected"].to(mask.dtype))
-    assert 0 < left.sum() < mask.sum()
-
-
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
 @pytest.mark.parametrize("padded", [None, 40])
 def test_ranges_are_those_of_the_tokens_predicted_here(cp: int, padded: int | None):

@@ -112,17 +112,14 @@ ICEPOP |= {"mismatch_preset": "token_icepop", "rs_criterion": ["token:k2:0.5"], 
 READ: list[tuple[Changes, str, tuple[Any, ...]]] = [
     # ε that nobody typed is the host's default, which its own loss would have used, and not the objective's own
     *((WHOLE | ours(algorithm) | GSPO, EPS, ("gspo", 0.2, 0.2)) for algorithm in (0, 1, 2)),
-    (WHOLE | ours(2) | {"advantage_estimator": "cispo"}, EPS, ("cispo", 0.2, 0.2)),
     (WHOLE | ours(2) | GSPO | {"eps_clip": 3e-4, "eps_clip_high": 4e-4}, EPS, ("gspo", 3e-4, 4e-4)),
     (WHOLE | ours(2) | GSPO | {"eps_clip": 4.0, "eps_clip_high": 0.3}, EPS, ("gspo", 1.0, 0.3)),
-    (WHOLE | ours(2, objective="gspo") | GSPO, EPS, ("gspo", 0.2, 0.2)),
     (WHOLE | ours(2, objective="reinforce"), EPS, ("reinforce", 0.2, 0.2)),
     ({"eps_clip_high": None}, EPS, ("ppo", 0.2, 0.2)),
     (HOST, EPS, ("ppo", 0.1, 0.3)),
     (HOST, "ppo.dual_clip terms aggregation", (3.0, TERMS, "token-mean")),
     ({"kl_loss_coef": 0.05}, "terms.kl_coef aggregation", (0.0, "seq-mean-token-mean")),  # no use_kl_loss
     # the host's tis_clip is the bound unless ours is given
-    (HOOK | ours(2), TIS, ("truncate", 2.0, None)),
     (HOOK | ours(2) | {"tis_clip": 5.0}, TIS, ("truncate", 5.0, None)),
     (HOOK | ours(2) | {"tis_clip": 5.0, "tis_clip_low": 0.5}, TIS, ("clip", 5.0, 0.5)),
     (HOOK | ours(2, {"mode": "mask"}) | {"tis_clip_low": 0.5}, TIS, ("mask", 2.0, 0.5)),
@@ -204,13 +201,11 @@ REDUCER = {"custom_pg_loss_reducer_function_path": "mine.reducer"}
 PER_TOKEN = {"calculate_per_token_loss": True}
 TOP_P = {"rollout_top_p": 0.9}
 BLOCK: list[tuple[str, Changes, str]] = [
-    ("whole", ours(3, SEQUENCE) | STEPS, "algorithm 3: REINFORCE + IS\n"),
     ("whole", ours(3, SEQUENCE) | STEPS, "through: HOST.policy_loss\n"),
     ("whole", ours(3, SEQUENCE) | STEPS, "divided as in NAME: per rollout, then over rollouts; rejected tokens still"),
     ("whole", ours(3, SEQUENCE) | STEPS, "gradients are divided by the mean weight at its end, the logged loss is not"),
     ("whole", ours(3) | STEPS, "second forward pass: no\n"),
     ("whole", ours(3) | {"get_mismatch_metrics": True}, "second forward pass: yes, for --get-mismatch-metrics alone"),
-    ("whole", ours(2), "second forward pass: yes\n"),
     ("hook", ours(2) | {"skip_actor_forward_only": True}, "second forward pass: no (--skip-actor-forward-only)"),
     ("hook", ours(2), "second forward pass: yes (NAME skips it when a rollout is one step)"),
     ("hook", ours(2), "through: NAME's policy_loss with HOST.tis_function\n"),
@@ -219,22 +214,17 @@ BLOCK: list[tuple[str, Changes, str]] = [
     ("hook", ours(2, SEQUENCE | {"batch_normalize_scope": "micro_batch"}), "batch normalisation over: each micro-batc"),
     ("hook", ours(2), "\n! no step metrics"),
     ("hook", ours(0, **VETO) | REDUCER, "divided by mine.reducer, which gets the masks without rejected tokens"),
-    ("hook", ours(0, **VETO) | REDUCER, "entropy and KL terms: over accepted tokens"),
     ("hook", ours(2) | REDUCER, "divided by mine.reducer, which gets the masks\n"),
     ("hook", ours(2) | REDUCER, "entropy and KL terms: over all response tokens"),
     ("whole", ours(3, SEQUENCE) | {"eps_clip_high": 0.28}, "! ppo.eps_clip_high 0.28 changes nothing"),
     ("whole", ours(2) | GSPO, "gspo by --advantage-estimator: the plugin's, ε as --eps-clip and --eps-clip-high have "),
-    ("whole", ours(2) | GSPO, "objective: gspo, ratio in [0.8, 1.2]"),
     ("hook", ours(2) | GSPO, "gspo by --advantage-estimator: NAME's own"),
     ("hook", ours(2) | OPSM, "--use-opsm: NAME's own, which judges π_θ against π_old"),
-    ("hook", ours(2) | OPSM, "rejection: none"),
     ("whole", ours(0) | OPSM, "--use-opsm: a criterion against π_rollout, the sampler; NAME's own policy_loss takes π"),
     ("whole", ours(1) | OPSM, "--use-opsm: a criterion; a sequence is judged by its mean advantage"),
     ("whole", ours(1) | KL | {"use_unbiased_kl": True}, "--use-unbiased-kl: the KL times π_θ/π_rollout"),
     ("whole", ours(2) | KL | {"use_unbiased_kl": True}, "--use-unbiased-kl: the KL times π_θ/π_old"),
-    ("hook", SHIPPED, "batch normalisation over: each micro-batch; for the optimizer step set --custom-megatron-befor"),
     ("hook", {"use_tis": True, "mismatch_preset": "geo_rs"}, "! preset geo_rs is algorithm 0 (PPO), and"),
-    ("hook", ours(2, gate_kl=1e-3) | STEPS, "gate: k3_kl above 0.001"),
 ]  # fmt: skip
 
 

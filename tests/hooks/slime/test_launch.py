@@ -59,17 +59,11 @@ SET: list[tuple[str, int, bool, str]] = [
     ("--rs-criterion token:k2:0.5", 0, False, "--get-mismatch-metrics"),
     ("--mismatch-metrics full --advantage-estimator cispo", 0, False, "--get-mismatch-metrics"),
     ("--use-rollout-log-probs", 1, True, "--use-rollout-logprobs"),
-    ("--use_rollout_log_probs", 1, True, "--use-rollout-logprobs"),
     ("--use-tis --advantage-estimator gspo --use-opsm", 2, False, "--use-tis"),
-    ("--mismatch-preset decoupled_token_is", 2, False, "--use-tis"),
     (BOTH, 3, True, "--use-rollout-logprobs"),
-    ("--mismatch-preset pg_is", 3, True, "--use-rollout-logprobs"),
     # what the host's own loss cannot run takes ours
     ("--mismatch-objective gspo", 0, True, ""),
     ("--use-tis --mismatch-objective reinforce", 2, True, ""),
-    ("--rs-criterion token:tv:0.15@away", 0, True, ""),
-    ("--use-tis --rs-veto-threshold 1e-4 --rs-policy current", 2, True, ""),
-    ("--use-tis --mismatch-rollout-kl-coef 1e-3", 2, True, ""),
 ]  # fmt: skip
 
 
