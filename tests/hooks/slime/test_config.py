@@ -87,7 +87,8 @@ def test_mistakes_are_refused_with_what_to_change(paths: Changes, changes: Chang
 def test_what_runs_is_not_refused() -> None:
     assert slime.check(arguments(**TWICE, loss_type="sft_loss")) is None
     assert slime.check(arguments(use_rollout_logprobs=True)) == slime.settings(arguments(use_rollout_logprobs=True))
-    assert slime.check(arguments(**HOOK, **ours(2, gate_kl=1e-3), **STEP)).gate_kl == 1e-3
+    gated = arguments(**HOOK, **ours(2, gate_kl=1e-3), **STEP)
+    assert slime.check(gated) == slime.settings(gated)
     slime.check(arguments(**ours(1), **STEP))
 
 

@@ -253,7 +253,7 @@ def test_what_is_not_compared_stops_no_update_and_is_said_once(
     run: Run, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     run.updates.watch(run.args, "error")
-    fields = {"quantization_config": {"quant_method": "fp8"}} if fault == "quantised" else {}
+    fields: dict[str, Any] = {"quantization_config": {"quant_method": "fp8"}} if fault == "quantised" else {}
     if fault == "no answer":
         run.engines.append(SimpleNamespace())  # no actor that can be asked
     with caplog.at_level(logging.INFO):
