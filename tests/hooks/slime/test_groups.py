@@ -17,6 +17,7 @@ from mismatch_plugin.hooks.slime.config import validate_groups
 from mismatch_plugin.launch.__main__ import prepare
 from tests.core.test_groups import plain
 from tests.distributed.launch import launch
+from tests.full import FULL
 from tests.hooks.contracts.launch_trees import ray_tree
 from tests.hooks.contracts.slime_cases import hooked, ours, weights
 from tests.hooks.contracts.slime_data import arguments, owned, samples
@@ -29,7 +30,7 @@ SIZE, PATH = 4, "mismatch_plugin.hooks.slime.group_advantages"
 IDS = [i // SIZE for i in range(len(RAW))]
 SEVERAL = {"criteria": ["sequence_mean:ratio:0.9:1.05"]}  # samples 2 and 3 are further away
 EXCLUDE = {**SEVERAL, "group": "exclude"}
-LAYOUTS = {"one": (1, 1), "dp2": (1, 2), "cp2 dp2": (2, 4)}
+LAYOUTS = {"one": (1, 1), "dp2": (1, 2), "cp4": (4, 4), "cp2 dp2": (2, 4)}
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def check(case: Case, ranks: list[Any]) -> list[float]:
     return expected
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS if FULL else ["dp2", "cp2 dp2"])
 def test_groups_split_over_ranks_equal_one_process(layout: str) -> None:
     """And what cannot be known on one rank is refused on every rank."""
     cp, processes = LAYOUTS[layout]
