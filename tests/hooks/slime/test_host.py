@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 import mismatch_plugin as mp
 from mismatch_plugin.hooks import miles, slime
@@ -34,6 +35,7 @@ from tests.hooks.contracts.slime_cases import (
 from tests.hooks.contracts.slime_compare import HOST_LAYOUTS, same, they_bite
 from tests.hooks.contracts.slime_data import ACCEPTED_MEAN, arguments, owned, samples
 from tests.hooks.contracts.slime_live import run_host
+from tests.hooks.contracts.slime_source import host_root
 from tests.hooks.contracts.slime_worker import Case, Runs
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
@@ -111,6 +113,11 @@ def test_slime_s_own_loss_means_the_same(host: str, layout: str, name: str):
     other = "train_rollout_logprob_abs_diff" if host == "miles" and name.startswith("bypass") else ""
     same(mine, theirs, "all" if name.startswith("mis.py") else other, host)
     they_bite(name, mine, theirs)
+
+
+def test_the_shipped_mis_yaml_is_the_recorded_one() -> None:
+    file = host_root("slime") / "examples" / "train_infer_mismatch_helper" / "mis.yaml"
+    assert yaml.safe_load(file.read_text()) == SHIPPED
 
 
 # miles's padded batches, without miles --------------------------------------------------------------------------------
