@@ -134,6 +134,7 @@ READ: list[tuple[Changes, str, tuple[Any, ...]]] = [
     (HOOK | MIS, "tis.level tis.batch_normalize rs.veto_threshold", ("sequence", True, 1e-4)),
     (HOOK | ICEPOP, "tis.mode tis.level tis.upper_bound rollout_log_prob_policy", ("mask", "sequence", 5.0, "neutral")),
     (HOOK | {**TWICE, "mismatch_preset": "pg_is", "tis_mode": "clip"}, "algorithm tis.mode", (3, "clip")),
+    (WHOLE | TWICE | {"tis_level": "none", "use_rs": True, "rs_upper_bound": 2.0}, "algorithm tis.level", (3, "none")),
     (HOOK | {"use_tis": True, "tis_level": "turn", "mismatch_preset": "token_is"}, "tis.batch_normalize", (False,)),
     (
         HOOK | {"mismatch_config": None, "use_tis": True, "tis_mode": "mask", "tis_batch_normalize": True},
