@@ -368,6 +368,7 @@ BOUNDED: list[tuple[str, object, str]] = [
     (SEQUENCE, "8192", ""),  # a host's reference to another key: not known
     (SEQUENCE, 8192, "over 8192 tokens: at KL 0.001 weights bounded by 2 have mean 0.06"),
     (SEQUENCE.replace("sequence", "turn"), 8192, "mean 0.06, ESS 4.5%"),
+    (SEQUENCE.replace("sequence", "prefix"), 1, ""),
     (SEQUENCE.replace("sequence", "prefix"), 8192, "mean 0.3, ESS 23.5%"),
     (SEQUENCE.replace("sequence", "geometric"), 8192, ""),
     ("--use-tis", 8192, ""),
