@@ -231,6 +231,7 @@ REFUSED = [
     ("--rs-criterion token:k2:0.1:2:share=0.1", "raises the upper bound alone: leave the lower one out"),
     ("--rs-criterion token:k2:2:share=0.1@away", "counts all units: leave the condition out"),
     ("--rs-criterion token:ratio:0", "--rs-criterion's upper_bound is 0.0: it should be greater than 0."),
+    ("--use-rs --rs-upper-bound 0", "--rs-upper-bound is 0.0: it should be greater than 0."),
     # words
     ("--tis-mode cap", "argument --tis-mode: invalid choice: 'cap'"),
     ("--tis-upper-bound 1_2", "argument --tis-upper-bound: invalid number value: '1_2'"),

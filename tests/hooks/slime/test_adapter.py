@@ -279,8 +279,9 @@ def test_a_recomputed_loss_counts_once_and_metrics_are_logged_with_the_host_s_st
     data: dict[str, Any] = {"rollout_log_probs": [sample.rows["rollout_log_probs"]], "num_microbatches": [1, 1, 1]}
     slime.rollout_data_postprocess(args, 5, data | {"micro_batch_indices": [[0]] * 3})
     slime.before_train_step(args, 5, 2, [model], None, None)
+    masks = [sample.rows["loss_masks"]]
     for _ in range(2):  # as slime's --recompute-loss-function does in the backward pass
-        call_tis(args, data["rollout_log_probs"], loss_masks=[sample.rows["loss_masks"]])
+        call_tis(args, data["rollout_log_probs"], loss_masks=masks)
     model.config.finalize_model_grads_func([model])
     assert logged[0]["train/step"] == 5 * 3 + 2
     assert logged[0]["train/rollout_corr/tokens"] == int(sample.rows["loss_masks"].sum())
