@@ -22,13 +22,8 @@ FIELDS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "
 LEVELS, MODES = ("token", "turn", "sequence", "geometric", "prefix"), ("truncate", "clip", "mask")
 DENOMINATORS = ("accepted", "original")
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum/norm")
-BOUNDS = {
-    "token": (0.7, 1.5),
-    "turn": (0.6, 1.6),
-    "sequence": (0.2, 4.0),
-    "geometric": (0.8, 1.055),
-    "prefix": (0.4, 2.5),
-}
+BOUNDS = {"token": (0.7, 1.5), "turn": (0.6, 1.6), "sequence": (0.2, 4.0)}
+BOUNDS |= {"geometric": (0.8, 1.055), "prefix": (0.4, 2.5)}
 GROWN = {"turn": (0.8, 1.25), "sequence": (0.75, 1.2), "prefix": (0.8, 1.2)}
 """Bounds of one token, for the settings whose bounds grow as √n."""
 CRITERIA = (
@@ -149,11 +144,9 @@ class Settings:
         values["tis"] = tis
         if self.algorithm != 3:
             values["objective"] = self.objective
-            values["ppo"] = (
-                {} if self.objective in ("sapo", "reinforce") else {"eps_clip_low": 0.2, "eps_clip_high": 0.28}
-            )
-            if self.objective == "gspo":
-                values["ppo"] = {"eps_clip_low": 0.03, "eps_clip_high": 0.02}
+            low, high = (0.03, 0.02) if self.objective == "gspo" else (0.2, 0.28)
+            clips = self.objective not in ("sapo", "reinforce")
+            values["ppo"] = {"eps_clip_low": low, "eps_clip_high": high} if clips else {}
             dual = self.rotation // 2 % 2 and self.objective in ("ppo", "gspo")
             values["ppo"] |= {"dual_clip": 3.0} if dual else {}
         values["terms"] = {}
@@ -175,8 +168,7 @@ def product() -> list[Settings]:
     points = []
     both = (False, True)
     for algorithm, level in ((0, "-"), (1, "-"), (3, "none")):
-        for rejects, *rest in itertools.product(both, DENOMINATORS, AGGREGATIONS):
-            denominator, aggregation = rest
+        for rejects, denominator, aggregation in itertools.product(both, DENOMINATORS, AGGREGATIONS):
             points.append(Settings(algorithm, level, "-", rejects, False, denominator, aggregation, len(points)))
     weighted = itertools.product((2, 3), LEVELS, MODES, both, both, DENOMINATORS)
     for number, (algorithm, level, mode, rejects, normalizes, denominator) in enumerate(weighted):

@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 import mismatch_plugin as mp
-from mismatch_plugin.core.metrics.full import (
-    HISTOGRAM_BINS,
-    HISTOGRAM_EDGE,
-    HISTOGRAM_SCALE,
-    PROBABILITY_EDGES,
-)
+from mismatch_plugin.core.metrics.full import HISTOGRAM_BINS, HISTOGRAM_EDGE, HISTOGRAM_SCALE, PROBABILITY_EDGES
 from mismatch_plugin.core.rejection import token_statistic
 from tests.distributed.correction_cases import VETO, Outcome, Settings, make
 from tests.distributed.correction_worker import Part
@@ -76,12 +71,7 @@ def distances(batch: str, settings: Settings) -> list[float]:
     log_ratio = [a - b for a, b in zip(train, rollout, strict=True)]
     flat, ratio = torch.cat(log_ratio), torch.cat([row.exp() for row in log_ratio])
     sums = torch.stack([row.sum() for row in log_ratio])
-    pairs: list[tuple[Tensor, float]] = [
-        (sums, 20.0),
-        (sums, -20.0),
-        (flat, 20.0),
-        (flat, -20.0),
-    ]
+    pairs: list[tuple[Tensor, float]] = [(values, bound) for values in (sums, flat) for bound in (20.0, -20.0)]
     products, counts = _products(batch, log_ratio, _level(config))
     mean_ratio = torch.stack([row.exp().mean() for row in products])
     for bound in (config.tis.lower, config.tis.upper, *config.tis.positive):

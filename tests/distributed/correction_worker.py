@@ -258,17 +258,9 @@ def run_counted(case: Case) -> list[dict[str, Any]]:
         with CallRecorder() as finish:
             statistics, _ = step.finish()
         assert statistics is not None
-        counts.append(
-            {
-                "start": start.calls,
-                "prepare": prepare.calls,
-                "losses": losses,
-                "again": again,
-                "backward": backward,
-                "finish": finish.calls,
-                "sequences": [len(packed.lengths) for packed, _ in local],
-                "turns": [sum(packed.unit_counts or ()) for packed, _ in local],
-                "state": (statistics.sums.numel(), statistics.maxima.numel()),
-            }
-        )
+        counted = {"start": start.calls, "prepare": prepare.calls, "losses": losses, "again": again}
+        counted |= {"backward": backward, "finish": finish.calls}
+        counted["sequences"] = [len(packed.lengths) for packed, _ in local]
+        counted["turns"] = [sum(packed.unit_counts or ()) for packed, _ in local]
+        counts.append(counted | {"state": (statistics.sums.numel(), statistics.maxima.numel())})
     return counts

@@ -67,11 +67,5 @@ def run(name: str) -> dict[str, Any]:
         loss = loss + (entropy * upstream[1]).sum()
     with CollectiveRecorder() as backward:
         grad_hidden, grad_weight = torch.autograd.grad(loss, (hidden, weight))
-    return {
-        "log_probs": log_probs.detach(),
-        "entropy": entropy.detach(),
-        "hidden": grad_hidden,
-        "weight": grad_weight,
-        "forward": forward.collectives,
-        "backward": backward.collectives,
-    }
+    found = {"log_probs": log_probs.detach(), "entropy": entropy.detach(), "hidden": grad_hidden, "weight": grad_weight}
+    return found | {"forward": forward.collectives, "backward": backward.collectives}

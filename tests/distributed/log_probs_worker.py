@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,21 +17,8 @@ from mismatch_plugin.log_probs import RaggedSamplingMask, vocab_parallel_log_pro
 
 TOKENS, COLUMNS = 11, 52
 NAMES = (
-    "even",
-    "uneven",
-    "padded",
-    "temperature",
-    "ignored",
-    "rows",
-    "ragged",
-    "mask",
-    "apart",
-    "forbidden",
-    "detached",
-    "inplace",
-    "no_tokens",
-    "float32",
-    "bfloat16",
+    *("even", "uneven", "padded", "temperature", "ignored", "rows", "ragged", "mask", "apart", "forbidden", "detached"),
+    *("inplace", "no_tokens", "float32", "bfloat16"),
 )
 _UNEVEN = {2: (40, 12), 4: (20, 1, 0, 31)}
 
@@ -129,12 +117,12 @@ def shard(inputs: Inputs, start: int, width: int) -> Inputs:
     return Inputs(inputs.logits[:, start : start + width], inputs.targets, inputs.upstream, options)
 
 
-def run(name: str) -> dict[str, Any]:
+def run(name: str, prepare: Callable[[Inputs], Inputs] = lambda inputs: inputs, **more: Any) -> dict[str, Any]:
     """One case on this rank, over the world as the tensor-parallel group."""
     widths, rank = shard_widths(name, dist.get_world_size()), dist.get_rank()
     start = sum(widths[:rank])
-    arguments = {"vocab_start": start} if name == "uneven" else {}
-    return forward_backward(shard(make(name), start, widths[rank]), tp_group=dist.group.WORLD, **arguments)
+    arguments = more | ({"vocab_start": start} if name == "uneven" else {})
+    return forward_backward(shard(prepare(make(name)), start, widths[rank]), tp_group=dist.group.WORLD, **arguments)
 
 
 def in_float32(inputs: Inputs) -> Inputs:
@@ -146,11 +134,7 @@ def in_float32(inputs: Inputs) -> Inputs:
 
 def run_triton(name: str) -> dict[str, Any]:
     """`run` by the Triton twin, on the CPU in its interpreter."""
-    widths, rank = shard_widths(name, dist.get_world_size()), dist.get_rank()
-    start = sum(widths[:rank])
-    arguments: dict[str, Any] = {"vocab_start": start} if name == "uneven" else {}
-    inputs = shard(in_float32(make(name)), start, widths[rank])
-    return forward_backward(inputs, tp_group=dist.group.WORLD, backend="triton", **arguments)
+    return run(name, in_float32, backend="triton")
 
 
 def run_megatron(case: tuple[str, int]) -> dict[str, Any]:

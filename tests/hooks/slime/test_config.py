@@ -1,4 +1,4 @@
-"""What slime's and miles's arguments and ours mean together, and which mistakes are refused before training starts."""
+"""What slime's and miles's arguments and ours mean together, what the start-up block says, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,321 +8,179 @@ import subprocess
 import sys
 import warnings
 from inspect import signature
+from operator import attrgetter
 from typing import Any
 
 import pytest
-import yaml
 
 import mismatch_plugin as mp
 from mismatch_plugin.hooks import miles, slime
 from tests.hooks.contracts.slime_cases import SHIPPED, custom, hooked, ours
 from tests.hooks.contracts.slime_data import arguments
-from tests.hooks.contracts.slime_source import host_root
 
-HOSTS = {"slime": slime, "miles": miles}
+HOSTS: dict[str, Any] = {"slime": slime, "miles": miles}
+hosts = pytest.mark.parametrize("host", HOSTS)
+pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
+Changes = dict[str, Any]
 TWICE = {"use_rollout_logprobs": True, "use_tis": True}
-
-
-@pytest.fixture(params=HOSTS)
-def host(request: pytest.FixtureRequest) -> str:
-    return request.param
-
+HOOK, WHOLE = hooked("slime"), custom("slime")
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
+GSPO = {"advantage_estimator": "gspo"}
+VETO = {"rs": {"veto_threshold": 1e-4}}
+STEP = {"custom_megatron_before_train_step_hook_path": "mismatch_plugin.hooks.slime.before_train_step"}
+NO_METRICS = {"get_mismatch_metrics": False}
 
 # A user's mistakes ----------------------------------------------------------------------------------------------------
 
 
+@hosts
 @pytest.mark.parametrize("hook", [True, False])
-def test_both_flags_under_policy_loss_would_count_twice(host: str, hook: bool):
+def test_both_flags_under_policy_loss_would_count_twice(host: str, hook: bool) -> None:
     """Typed with --loss-type policy_loss, or from YAML without the launcher, which evades the host's own assertion."""
-    adapter: Any = HOSTS[host]
+    adapter = HOSTS[host]
     args = arguments(host, **TWICE, **(hooked(host) if hook else {}))
+    values: dict[str, Any] = dict.fromkeys(signature(adapter.tis_function).parameters) | {"args": args}
+    calls = [lambda: adapter.init(args), lambda: adapter.check(args)]
+    calls += [lambda: adapter.tis_function(**values)] if hook else []
+    calls += [lambda: adapter.rollout_data_postprocess(args)] if host == "miles" else []
     sentence = rf"algorithm 3.*would count twice.*mismatch_plugin\.launch.*mismatch_plugin\.hooks\.{host}\.policy_loss"
-    for check in (adapter.init, adapter.check):
+    for call in calls:
         with pytest.raises(ValueError, match=sentence):
-            check(args)
-    if hook:
-        values: dict[str, Any] = dict.fromkeys(signature(adapter.tis_function).parameters)
-        with pytest.raises(ValueError, match=sentence):
-            adapter.tis_function(**{**values, "args": args})
+            call()
 
 
-HOOK, WHOLE = hooked("slime"), custom("slime")
-KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
-GSPO = {"advantage_estimator": "gspo"}
-MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (
-        {},
-        ours(2, {"level": "sequence"}),
-        r"no hook of the plugin would run.*--custom-tis-function-path mismatch_plugin\.",
-    ),
-    (HOOK, ours(0, rs={"veto_threshold": 1e-4}) | {"get_mismatch_metrics": False}, "add --get-mismatch-metrics"),
-    (
-        HOOK,
-        ours(1, rs={"veto_threshold": 1e-4}),
-        "compare π_θ with π_rollout, which slime's policy_loss does not pass on",
-    ),
+MISTAKES: list[tuple[Changes, Changes, str]] = [
+    ({}, ours(2), r"no hook of the plugin would run.*--custom-tis-function-path mismatch_plugin\."),
+    (HOOK, ours(0, **VETO) | NO_METRICS, "rejection or the gate is asked for, but .* add --get-mismatch-metrics"),
+    (HOOK, ours(1, **VETO), "compare π_θ with π_rollout, which slime's policy_loss does not pass on"),
     (WHOLE, {"mismatch_settings": {"use_rollout_log_probs": True}}, "write --use-rollout-logprobs"),
-    (HOOK, ours(2, denominator="accepted"), "^--mismatch-denominator accepted cannot"),
-    (
-        HOOK,
-        ours(2, ppo={"eps_clip_low": 0.3}),
-        "--mismatch-eps-clip-low 0.3 contradicts slime's --eps-clip, which makes it 0.2",
-    ),
-    (HOOK, ours(2, ppo={"dual_clip": 3.0}), "--mismatch-dual-clip 3.0 is slime's to set: .* and set --eps-clip-c"),
-    (WHOLE, ours(2, terms={"entropy_coef": 0.01}), "contradicts slime's --entropy-coef, which makes it 0.0"),
-    (
-        WHOLE,
-        {**ours(2, terms={"kl_coef": 0.1}), "kl_loss_coef": 0.1},
-        r"contradicts slime's --kl-loss-coef \(with --use-kl-loss\), which makes it 0.0",
-    ),
-    (WHOLE, ours(2, aggregation="seq-mean-token-sum"), "^--mismatch-aggregation seq-mean-token-sum contradicts slime"),
-    (
-        HOOK,
-        ours(2, {"upper_bound": 3.0}) | {"tis_clip": 5.0},
-        "^--tis-upper-bound 3.0 contradicts slime's --tis-clip, which makes it 5",
-    ),
+    (HOOK, ours(2, {"upper_bound": 3.0}) | {"tis_clip": 5.0}, "^--tis-upper-bound 3.0 contradicts slime's --tis-clip,"),
     (HOOK, ours(2, {"mode": "truncate"}) | {"tis_clip_low": 0.5}, "bounds no weight under --tis-mode truncate"),
     (WHOLE, ours(3) | GSPO, "gspo clips .*algorithm 3 is REINFORCE, .*: choose grpo, .*or leave --use-tis out"),
-    (
-        WHOLE,
-        ours(2, objective="cispo") | GSPO,
-        "^--mismatch-objective cispo contradicts slime's --advantage-estim.* gspo",
-    ),
+    (WHOLE, ours(2, objective="cispo") | GSPO, "^--mismatch-objective cispo contradicts slime's --advantage-estim.* g"),
     (HOOK, ours(2, objective="gspo"), "cannot run --mismatch-objective gspo: slime's policy_loss computes ppo"),
-    (HOOK, ours(2, objective="ppo") | GSPO, "^--mismatch-objective ppo contradicts .*which makes it gspo"),
-    (
-        HOOK,
-        ours(2, rs={"policy": "current", "veto_threshold": 0.1}),
-        "cannot run --rs-policy current: .* does not pass π_θ on.* set --loss-type custom_loss",
-    ),
+    (HOOK, ours(2, rs={"policy": "current", "veto_threshold": 0.1}), "--rs-policy current: .* does not pass π_θ on.* "),
     (HOOK, ours(0, rs={"criteria": ["token:tv:0.1@away"]}), "criterion token_tv_away: .* not pass advantages on"),
     (HOOK, ours(2, terms={"rollout_kl_coef": 0.1}), "--mismatch-rollout-kl-coef: slime's policy_loss adds no such"),
     (HOOK, {**ours(2, terms={"kl_importance_weighted": True}), **KL}, "--mismatch-kl-importance-weighted: slime's"),
-    (WHOLE, ours(0, rs={"veto_threshold": 0.1}) | {"use_opsm": True}, "the veto π_old: give --rs-policy current"),
-    (
-        WHOLE,
-        {**ours(2, terms={"kl_importance_weighted": True}), **KL, "use_unbiased_kl": True},
-        "--use-unbiased-kl and --mismatch-kl-importance-weighted both weigh the KL",
-    ),
+    (WHOLE, ours(0, **VETO) | {"use_opsm": True}, "the veto π_old: give --rs-policy current"),
+    (WHOLE, {**ours(2, terms={"kl_importance_weighted": True}), **KL, "use_unbiased_kl": True}, "both weigh the KL"),
+    (WHOLE, ours(2) | {"custom_tis_function_path": "mine.tis"}, "mine.tis is another correction, which slime does not"),
     (HOOK, {"use_tis": True, "tis_clip": "high"}, "tis_clip is 'high'"),  # in YAML
-]
+    (HOOK, ours(2, gate_kl=1e-3), r"judges a whole step, known only to its hook: .* mismatch_plugin\.hooks\.slime\.be"),
+    (HOOK | STEP, ours(0, gate_kl=1e-3) | NO_METRICS, "rejection or the gate is asked for, but .* add --get-mismatch-"),
+    (STEP, ours(1, gate_kl=1e-3), "policy_loss cannot run algorithm 1"),
+    (HOOK, ours(2, {"batch_normalize": True, "batch_normalize_scope": "step"}), "needs the mean weight of a whole ste"),
+    (HOOK, {"use_tis": True, "mismatch_metric": 1}, "setting 'mismatch_metric' is unknown: did you mean mismatch_metr"),
+    (HOOK, {"use_tis": True, "mismatch_colour": 1}, "setting 'mismatch_colour' is unknown"),
+    (HOOK, {"use_tis": True, "tis_levle": 1}, "setting 'tis_levle' is unknown: did you mean tis_level"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("paths", "changes", "sentence"), MISTAKES)
-def test_mistakes_are_refused_with_what_to_change(paths: dict[str, Any], changes: dict[str, Any], sentence: str):
+def test_mistakes_are_refused_with_what_to_change(paths: Changes, changes: Changes, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence) as caught:
-        slime.init(arguments(**paths, **changes))
+        slime.init(arguments(**{**paths, **changes}))
     assert len(str(caught.value)) < 500
 
 
-def test_losses_that_are_not_ours_are_left_alone():
+def test_what_runs_is_not_refused() -> None:
     assert slime.check(arguments(**TWICE, loss_type="sft_loss")) is None
     assert slime.check(arguments(use_rollout_logprobs=True)) == slime.settings(arguments(use_rollout_logprobs=True))
-
-
-# The host's own switches ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("estimator", ["gspo", "cispo"])
-@pytest.mark.parametrize("algorithm", [0, 1, 2])
-def test_the_host_s_estimator_is_the_objective_with_the_host_s_eps(estimator: str, algorithm: int):
-    """ε that nobody typed is the host's default, which its own loss would have used, and not the objective's own."""
-    changes = {**WHOLE, **ours(algorithm), "advantage_estimator": estimator}
-    config = slime.settings(arguments(**changes))
-    assert (config.objective, config.ppo.eps_clip_low, config.ppo.eps_clip_high) == (estimator, 0.2, 0.2)
-    block = described(**changes)
-    assert f"objective: {estimator}, ratio in [0.8, 1.2]" in block
-    assert f"{estimator} by --advantage-estimator: the plugin's, ε as --eps-clip and" in block
-    typed = slime.settings(arguments(**changes, eps_clip=3e-4, eps_clip_high=4e-4)).ppo
-    assert (typed.eps_clip_low, typed.eps_clip_high) == (3e-4, 4e-4)
-    wide = slime.settings(arguments(**changes, eps_clip=4.0, eps_clip_high=0.3)).ppo
-    assert (wide.eps_clip_low, wide.eps_clip_high) == (1.0, 0.3)
-    same = {**changes["mismatch_settings"], "objective": estimator}
-    assert slime.settings(arguments(**{**changes, "mismatch_settings": same})).objective == estimator
-
-
-@pytest.mark.parametrize(("objective", "low", "high"), [("gspo", 0.2, 0.2), ("reinforce", 0.2, 0.2)])
-def test_an_objective_by_hand_is_taken_by_our_loss(objective: str, low: float, high: float):
-    config = slime.check(arguments(**WHOLE, **ours(2, objective=objective)))
-    assert config is not None and config.objective == objective
-    assert (config.ppo.eps_clip_low, config.ppo.eps_clip_high) == (low, high)  # the host's --eps-clip
-
-
-def test_the_host_s_own_gspo_keeps_its_loss_under_our_weights(host: str):
-    changes = {**hooked(host), **ours(2, {"level": "sequence"}), **GSPO, "use_opsm": True}
-    config = HOSTS[host].check(arguments(host, **changes))
-    assert (config.objective, config.criteria) == ("gspo", ())
-    block = described(host, **changes)
-    assert f"gspo by --advantage-estimator: {host}'s own" in block
-    assert f"--use-opsm: {host}'s own, which judges π_θ against π_old" in block
-    assert "rejection: none" in block
-
-
-@pytest.mark.parametrize(("algorithm", "policy"), [(0, "current"), (1, "auto"), (2, "current"), (3, "auto")])
-def test_off_policy_sequence_masking_is_a_criterion_of_our_loss(algorithm: int, policy: str, host: str):
-    changes = {**custom(host), **ours(algorithm), "use_opsm": True, "opsm_delta": 0.1}
-    config = HOSTS[host].check(arguments(host, **changes))
-    (rule,) = config.criteria
-    assert (rule.name, config.rs.policy) == ("sequence_mean_ratio_negative", policy)
-    assert rule.lower_bound == pytest.approx(math.exp(-0.1), rel=1e-15) and rule.upper_bound == math.inf
-    assert (rule.lower_bound, config.rs.policy) == (mp.preset("opsm", delta=0.1).criteria[0].lower_bound, policy)
-    against = "a criterion against π_rollout, the sampler" if policy == "current" else "a criterion; a sequence is"
-    assert f"--use-opsm: {against}" in described(host, **changes)
-
-
-def test_off_policy_sequence_masking_is_read_once_and_next_to_other_criteria():
-    other = {"rs": {"criteria": ["token:k2:0.3"], "policy": "current"}}
-    config = slime.settings(arguments(**WHOLE, **ours(0, **other), use_opsm=True))
-    assert [rule.name for rule in config.criteria] == ["token_k2", "sequence_mean_ratio_negative"]
-    again = {**WHOLE, **ours(0), "mismatch_settings": config.model_dump(mode="json", exclude_unset=True)}
-    assert slime.settings(arguments(**again, use_opsm=True)) == config
+    gated = arguments(**HOOK, **ours(2, gate_kl=1e-3), **STEP)
+    assert slime.check(gated) == slime.settings(gated)
+    slime.check(arguments(**ours(1), **STEP))
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
 
-
-def test_the_host_s_own_values_are_read(host: str):
-    changes: dict[str, Any] = {
-        "eps_clip": 0.1,
-        "eps_clip_high": 0.3,
-        "eps_clip_c": 3.0,
-        "entropy_coef": 0.02,
-        "use_kl_loss": True,
-    }
-    changes |= {"kl_loss_coef": 0.05, "kl_loss_type": "k3", "calculate_per_token_loss": True}
-    config = HOSTS[host].settings(arguments(host, **changes))
-    assert config.ppo == mp.PPOClip(eps_clip_low=0.1, eps_clip_high=0.3, dual_clip=3.0)
-    assert config.terms == mp.Terms(entropy_coef=0.02, kl_coef=0.05, kl_type="k3")
-    assert config.aggregation == "token-mean"
-    assert HOSTS[host].settings(arguments(host, eps_clip_high=None)).ppo.eps_clip_high == 0.2
-    assert HOSTS[host].settings(arguments(host, kl_loss_coef=0.05)).terms.kl_coef == 0.0  # no use_kl_loss
-
-
-@pytest.mark.parametrize(
-    ("clip", "tis", "wanted"),
-    [
-        ({}, {}, ("truncate", 2.0, None)),
-        ({"tis_clip": 5.0}, {}, ("truncate", 5.0, None)),
-        ({"tis_clip": 5.0, "tis_clip_low": 0.5}, {}, ("clip", 5.0, 0.5)),
-        ({"tis_clip_low": 0.5}, {"mode": "mask"}, ("mask", 2.0, 0.5)),
-        ({}, {"upper_bound": 3.0}, ("truncate", 3.0, None)),
-        ({"tis_clip": 3.0}, {"upper_bound": 3.0}, ("truncate", 3.0, None)),
-        ({"tis_clip": 3.0}, {"level": "sequence", "mode": "clip"}, ("clip", 3.0, None)),
-    ],
-)
-def test_the_host_s_tis_clip_is_the_bound_unless_ours_is_given(
-    clip: dict[str, Any], tis: dict[str, Any], wanted: tuple[str, float, float | None]
-):
-    config = slime.settings(arguments(**hooked("slime"), **ours(2, tis), **clip))
-    assert (config.tis.mode, config.tis.upper_bound, config.tis.lower_bound) == wanted
-
-
-def test_a_mis_yaml_is_read_as_slime_reads_it():
-    """rs bounds that are null are those of TIS, which our own flags would not do; `1e-4` is a string in YAML."""
-    keys: dict[str, Any] = {"tis_mode": "clip", "tis_level": "sequence", "tis_lower_bound": 0.3, "tis_upper_bound": 4.0}
-    keys |= {"tis_batch_normalize": True, "use_rs": True, "rs_level": "geometric", "rs_lower_bound": None}
-    keys |= {"rs_upper_bound": 1.01, "rs_veto_threshold": "1e-4"}
-    config = slime.settings(arguments(**hooked("slime"), **keys, use_tis=True))
-    wanted = mp.compat.from_slime({**keys, "use_tis": True})
-    assert (config.tis, config.rs) == (wanted.tis, wanted.rs)
-    assert config.criteria[0].lower_bound == 0.3
-    assert config.rs.veto_threshold == 1e-4
-
-
-OURS_IN_YAML: dict[str, dict[str, Any]] = {
-    "metrics": {"mismatch_metrics": "full"},
-    "policy": {"rollout_log_prob_policy": "neutral"},
-    "scope": {"tis_batch_normalize_scope": "micro_batch"},
-    "several": {"mismatch_dry_run": True, "mismatch_report_dir": "out"},
+EPS = "objective ppo.eps_clip_low ppo.eps_clip_high"
+TERMS = mp.Terms(entropy_coef=0.02, kl_coef=0.1, kl_type="k3")
+TIS = "tis.mode tis.upper_bound tis.lower_bound"
+HOST: Changes = {"eps_clip": 0.1, "eps_clip_high": 0.3, "eps_clip_c": 3.0, "entropy_coef": 0.02, **KL}
+HOST |= {"kl_loss_type": "k3", "calculate_per_token_loss": True}
+MIS: Changes = {"tis_mode": "clip", "tis_level": "sequence", "tis_lower_bound": 0.3, "tis_upper_bound": 4.0}
+MIS |= {"use_tis": True, "tis_batch_normalize": True, "use_rs": True, "rs_level": "geometric", "rs_lower_bound": None}
+MIS |= {"rs_upper_bound": 1.01, "rs_veto_threshold": "1e-4"}  # a string in YAML
+ICEPOP: Changes = {
+    "use_tis": True,
+    "tis_level": "sequence",
+    "use_rs": True,
+    "rs_upper_bound": 3.0,
+    "rs_lower_bound": 0.25,
 }
+ICEPOP |= {"mismatch_preset": "token_icepop", "rs_criterion": ["token:k2:0.5"], "rollout_log_prob_policy": "neutral"}
+READ: list[tuple[Changes, str, tuple[Any, ...]]] = [
+    # ε that nobody typed is the host's default, which its own loss would have used, and not the objective's own
+    *((WHOLE | ours(algorithm) | GSPO, EPS, ("gspo", 0.2, 0.2)) for algorithm in (0, 1, 2)),
+    (WHOLE | ours(2) | GSPO | {"eps_clip": 3e-4, "eps_clip_high": 4e-4}, EPS, ("gspo", 3e-4, 4e-4)),
+    (WHOLE | ours(2) | GSPO | {"eps_clip": 4.0, "eps_clip_high": 0.3}, EPS, ("gspo", 1.0, 0.3)),
+    (WHOLE | ours(2, objective="reinforce"), EPS, ("reinforce", 0.2, 0.2)),
+    ({"eps_clip_high": None}, EPS, ("ppo", 0.2, 0.2)),
+    (HOST, EPS, ("ppo", 0.1, 0.3)),
+    (HOST, "ppo.dual_clip terms aggregation", (3.0, TERMS, "token-mean")),
+    ({"kl_loss_coef": 0.05}, "terms.kl_coef aggregation", (0.0, "seq-mean-token-mean")),  # no use_kl_loss
+    # the host's tis_clip is the bound unless ours is given
+    (HOOK | ours(2) | {"tis_clip": 5.0}, TIS, ("truncate", 5.0, None)),
+    (HOOK | ours(2) | {"tis_clip": 5.0, "tis_clip_low": 0.5}, TIS, ("clip", 5.0, 0.5)),
+    (HOOK | ours(2, {"mode": "mask"}) | {"tis_clip_low": 0.5}, TIS, ("mask", 2.0, 0.5)),
+    (HOOK | ours(2, {"upper_bound": 3.0}) | {"tis_clip": 3.0}, TIS, ("truncate", 3.0, None)),
+    (WHOLE | ours(3, {"level": "none"}, **VETO) | {"tis_clip": 3.0}, TIS, ("truncate", 2.0, None)),
+    # off-policy sequence masking is a criterion of our loss, and the host's own under its loss
+    *((WHOLE | ours(a) | {"use_opsm": True}, "rs.policy", (policy,)) for a, policy in enumerate(("current", "auto"))),
+    (HOOK | ours(2) | GSPO | {"use_opsm": True}, "criteria objective", ((), "gspo")),
+    # a mis.yaml, and our own keys next to it: rejection's missing lower bound is that of TIS
+    (HOOK | MIS, TIS, ("clip", 4.0, 0.3)),
+    (HOOK | MIS, "tis.level tis.batch_normalize rs.veto_threshold", ("sequence", True, 1e-4)),
+    (HOOK | ICEPOP, "tis.mode tis.level tis.upper_bound rollout_log_prob_policy", ("mask", "sequence", 5.0, "neutral")),
+    (HOOK | {**TWICE, "mismatch_preset": "pg_is", "tis_mode": "clip"}, "algorithm tis.mode", (3, "clip")),
+    (WHOLE | TWICE | {"tis_level": "none", "use_rs": True, "rs_upper_bound": 2.0}, "algorithm tis.level", (3, "none")),
+    (HOOK | {"use_tis": True, "tis_level": "turn", "mismatch_preset": "token_is"}, "tis.batch_normalize", (False,)),
+    (
+        HOOK | {"mismatch_config": None, "use_tis": True, "tis_mode": "mask", "tis_batch_normalize": True},
+        "tis.batch_normalize",
+        (True,),
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("more", OURS_IN_YAML)
-@pytest.mark.parametrize("upper", [None, 4.0])
-def test_a_mis_yaml_means_the_same_next_to_our_own_keys(more: str, upper: float | None, host: str):
-    """Rejection's missing lower bound is that of TIS, 0.5; as a flag it would be 1/4."""
-    keys = {**SHIPPED, "rs_upper_bound": upper}
-    alone = HOSTS[host].settings(arguments(host, **hooked(host), **keys))
-    both = HOSTS[host].settings(arguments(host, **hooked(host), **keys, **OURS_IN_YAML[more]))
-    assert (alone.criteria[0].lower_bound, alone.criteria[0].upper_bound) == (0.5, upper or 2.0)
-    assert (both.criteria, both.rs, both.tis.lower_bound) == (alone.criteria, alone.rs, 0.5)
-    assert both != alone
+@pytest.mark.parametrize(("changes", "names", "values"), READ)
+def test_the_host_s_values_are_read(changes: Changes, names: str, values: tuple[Any, ...]) -> None:
+    config = slime.settings(arguments(**changes))
+    found = {name: attrgetter(name)(config) for name in names.split()}
+    assert found == dict(zip(found, values, strict=True))
 
 
-def test_a_mis_yaml_lies_over_a_preset_and_under_our_other_settings():
-    keys = {"use_tis": True, "tis_level": "sequence", "use_rs": True, "rs_upper_bound": 3.0, "rs_lower_bound": 0.25}
-    more = {"mismatch_preset": "token_icepop", "rs_criterion": ["token:k2:0.5"], "rollout_log_prob_policy": "neutral"}
-    config = slime.settings(arguments(**hooked("slime"), **keys, **more))
-    assert (config.tis.mode, config.tis.level, config.tis.upper_bound) == ("mask", "sequence", 5.0)  # the preset's 5
-    assert [criterion.name for criterion in config.criteria] == ["token_k2", "token_ratio"]
-    assert config.rollout_log_prob_policy == "neutral"
+def test_criteria_of_the_host_s_switches_and_files() -> None:
+    def bounds(**changes: Any) -> list[tuple[str, float | None, float | None]]:
+        rules = slime.settings(arguments(**changes)).criteria
+        return [(rule.name, rule.lower_bound, rule.upper_bound) for rule in rules]
+
+    masking = ("sequence_mean_ratio_negative", pytest.approx(math.exp(-0.1), rel=1e-15), math.inf)
+    opsm = {"use_opsm": True, "opsm_delta": 0.1}
+    assert bounds(**WHOLE, **ours(1), **opsm) == [masking]
+    other = ours(0, rs={"criteria": ["token:k2:0.3"], "policy": "current"})
+    assert bounds(**WHOLE, **other, **opsm) == [("token_k2", None, 0.3), masking]
+    config = slime.settings(arguments(**WHOLE, **other, **opsm))
+    again = {**other, "mismatch_settings": config.model_dump(mode="json", exclude_unset=True)}
+    assert slime.settings(arguments(**WHOLE, **again, **opsm)) == config, "it is read once"
+    assert bounds(**HOOK, **MIS) == [("sequence_mean_ratio", 0.3, 1.01)]
+    assert bounds(**HOOK, **ICEPOP) == [("token_k2", None, 0.5), ("token_ratio", 0.25, 3.0)]
+    for upper in (None, 4.0):
+        for more in (
+            {},
+            {"mismatch_metrics": "full"},
+            {"mismatch_dry_run": True},
+            {"tis_batch_normalize_scope": "auto"},
+        ):
+            keys = {**SHIPPED, "rs_upper_bound": upper, **more}
+            assert bounds(**HOOK, **keys) == [("token_ratio", 0.5, upper or 2.0)], "as slime reads it: the bound of TIS"
 
 
-@pytest.mark.parametrize("keys", [{}, {"tis_level": "sequence"}])
-def test_a_preset_that_becomes_another_algorithm_in_the_yaml_is_noted(keys: dict[str, Any]):
-    args = arguments(**hooked("slime"), use_tis=True, mismatch_preset="geo_rs", **keys)
-    with pytest.warns(mp.MismatchWarning, match=r"preset geo_rs is algorithm 0 \(PPO\), and .*use.tis makes it 2"):
-        assert slime.settings(args).algorithm == 2
-    assert "! preset geo_rs is algorithm 0" in described(**vars(args))
-
-
-@pytest.mark.parametrize(
-    ("key", "message"),
-    [
-        ("mismatch_metric", "setting 'mismatch_metric' is unknown: did you mean mismatch_metrics"),
-        ("mismatch_colour", "setting 'mismatch_colour' is unknown"),
-        ("tis_levle", "setting 'tis_levle' is unknown: did you mean tis_level"),
-        ("rs_vetothreshold", "setting 'rs_vetothreshold' is unknown: did you mean rs_veto_threshold"),
-    ],
-)
-def test_a_misspelt_key_of_the_yaml_is_refused(key: str, message: str, host: str):
-    with pytest.raises(ValueError, match=message):
-        HOSTS[host].settings(arguments(host, **hooked(host), use_tis=True, **{key: "full"}))
-
-
-def test_the_shipped_mis_yaml_is_the_recorded_one():
-    file = host_root("slime") / "examples" / "train_infer_mismatch_helper" / "mis.yaml"
-    assert yaml.safe_load(file.read_text()) == SHIPPED
-
-
-def test_the_shipped_mis_yaml_runs_with_the_tis_path_alone(caplog: pytest.LogCaptureFixture, host: str):
-    """No hook around the step: the mean weight is the micro-batch's, as in slime's own function, and that is said."""
-    adapter: Any = HOSTS[host]
-    args = arguments(host, **hooked(host), **SHIPPED)
-    assert adapter.check(args) is not None
-    text = described(host, **hooked(host), **SHIPPED)
-    assert "batch normalisation over: each micro-batch; for the optimizer step set --custom-megatron-before" in text
-    run = type(adapter.ADAPTER)().run
-    with caplog.at_level(logging.WARNING, logger="mismatch_plugin"):
-        assert [run.factor(adapter.settings(args)) for _ in range(3)] == [None] * 3
-    (record,) = caplog.records
-    assert f"set --custom-megatron-before-train-step-hook-path mismatch_plugin.hooks.{host}" in record.getMessage()
-    step = arguments(host, **hooked(host), **SHIPPED, tis_batch_normalize_scope="step")
-    with pytest.raises(ValueError, match=r"before_train_step and --rollout-data-postprocess-path .* or choose --tis-b"):
-        run.factor(adapter.settings(step))
-
-
-def test_a_gate_needs_what_knows_the_step_and_a_loss_that_compares(host: str):
-    adapter, module = HOSTS[host], f"mismatch_plugin.hooks.{host}"
-    step = {"custom_megatron_before_train_step_hook_path": f"{module}.before_train_step"}
-    gated = {**hooked(host), **ours(2, gate_kl=1e-3)}
-    assert adapter.check(arguments(host, **gated, **step)).gate_kl == 1e-3
-    assert "gate: k3_kl above 0.001" in described(host, **gated, **step)
-    with pytest.raises(ValueError, match=f"judges a whole step, known only to its hook: .* {module}.before_"):
-        adapter.check(arguments(host, **gated))
-    uncalled = {**hooked(host), **ours(0, gate_kl=1e-3), "get_mismatch_metrics": False}
-    with pytest.raises(ValueError, match=r"rejection or the gate is asked for, but .* add --get-mismatch-metrics"):
-        adapter.check(arguments(host, **uncalled, **step))
-    with pytest.raises(ValueError, match="policy_loss cannot run algorithm 1"):
-        adapter.check(arguments(host, **ours(1, gate_kl=1e-3), **step))
-    adapter.check(arguments(host, **ours(1), **step))
-
-
-def test_arguments_are_read_once_and_others_anew():
-    args = arguments(**hooked("slime"), **ours(2))
-    adapter = type(slime.ADAPTER)()
+def test_arguments_are_read_once_and_others_anew() -> None:
+    args, adapter = arguments(**HOOK, **ours(2)), type(slime.ADAPTER)()
     assert adapter.config(args) is adapter.config(args)
-    other = arguments(**hooked("slime"), **ours(2), eps_clip_high=0.28)
+    other = arguments(**HOOK, **ours(2), eps_clip_high=0.28)
     assert adapter.config(other).ppo.eps_clip_high == 0.28 != adapter.config(args).ppo.eps_clip_high
 
 
@@ -330,65 +188,94 @@ def test_arguments_are_read_once_and_others_anew():
 
 
 def described(host: str = "slime", **changes: Any) -> str:
-    adapter: Any = HOSTS[host]
-    args = arguments(host, **changes)
+    """The block, after the whole argument list was found consistent."""
+    adapter, args = HOSTS[host], arguments(host, **changes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", mp.MismatchWarning)
         return "\n".join(adapter.describe(adapter.settings(args), args))
 
 
-def test_the_block_says_what_runs_and_who_divides(host: str):
+SEQUENCE = {"level": "sequence", "batch_normalize": True}
+POST = {"rollout_data_postprocess_path": "HOST.rollout_data_postprocess"}
+STEPS = {"custom_megatron_before_train_step_hook_path": "HOST.before_train_step"} | POST
+OPSM = {"use_opsm": True}
+REDUCER = {"custom_pg_loss_reducer_function_path": "mine.reducer"}
+PER_TOKEN = {"calculate_per_token_loss": True}
+TOP_P = {"rollout_top_p": 0.9}
+BLOCK: list[tuple[str, Changes, str]] = [
+    ("whole", ours(3, SEQUENCE) | STEPS, "through: HOST.policy_loss\n"),
+    ("whole", ours(3, SEQUENCE) | STEPS, "divided as in NAME: per rollout, then over rollouts; rejected tokens still"),
+    ("whole", ours(3, SEQUENCE) | STEPS, "gradients are divided by the mean weight at its end, the logged loss is not"),
+    ("whole", ours(3) | STEPS, "second forward pass: no\n"),
+    ("whole", ours(3) | {"get_mismatch_metrics": True}, "second forward pass: yes, for --get-mismatch-metrics alone"),
+    ("hook", ours(2) | {"skip_actor_forward_only": True}, "second forward pass: no (--skip-actor-forward-only)"),
+    ("hook", ours(2), "second forward pass: yes (NAME skips it when a rollout is one step)"),
+    ("hook", ours(2), "through: NAME's policy_loss with HOST.tis_function\n"),
+    ("hook", ours(2, SEQUENCE) | PER_TOKEN, "divided as in NAME: by the step's tokens; rejected tokens still count"),
+    ("hook", ours(2, SEQUENCE), "over: each micro-batch; for the optimizer step set --custom-megatron-before-train-s"),
+    ("hook", ours(2, SEQUENCE | {"batch_normalize_scope": "micro_batch"}), "batch normalisation over: each micro-batc"),
+    ("hook", ours(2), "\n! no step metrics"),
+    ("hook", ours(0, **VETO) | REDUCER, "divided by mine.reducer, which gets the masks without rejected tokens"),
+    ("hook", ours(2) | REDUCER, "divided by mine.reducer, which gets the masks\n"),
+    ("hook", ours(2) | REDUCER, "entropy and KL terms: over all response tokens"),
+    ("whole", ours(3, SEQUENCE) | {"eps_clip_high": 0.28}, "! ppo.eps_clip_high 0.28 changes nothing"),
+    ("whole", ours(2) | GSPO, "gspo by --advantage-estimator: the plugin's, ε as --eps-clip and --eps-clip-high have "),
+    ("hook", ours(2) | GSPO, "gspo by --advantage-estimator: NAME's own"),
+    ("hook", ours(2) | OPSM, "--use-opsm: NAME's own, which judges π_θ against π_old"),
+    ("whole", ours(0) | OPSM, "--use-opsm: a criterion against π_rollout, the sampler; NAME's own policy_loss takes π"),
+    ("whole", ours(1) | OPSM, "--use-opsm: a criterion; a sequence is judged by its mean advantage"),
+    ("whole", ours(1) | KL | {"use_unbiased_kl": True}, "--use-unbiased-kl: the KL times π_θ/π_rollout"),
+    ("whole", ours(2) | KL | {"use_unbiased_kl": True}, "--use-unbiased-kl: the KL times π_θ/π_old"),
+    ("hook", {"use_tis": True, "mismatch_preset": "geo_rs"}, "! preset geo_rs is algorithm 0 (PPO), and"),
+]  # fmt: skip
+
+
+@hosts
+@pytest.mark.parametrize(("way", "changes", "line"), BLOCK)
+def test_the_block_says_what_runs_and_who_divides(host: str, way: str, changes: Changes, line: str) -> None:
     module = f"mismatch_plugin.hooks.{host}"
-    tis = {"level": "sequence", "batch_normalize": True}
-    hooks = {
-        "custom_megatron_before_train_step_hook_path": f"{module}.before_train_step",
-        "rollout_data_postprocess_path": f"{module}.rollout_data_postprocess",
-    }
-    text = described(host, **custom(host), **ours(3, tis), **hooks)
-    assert "algorithm 3: REINFORCE + IS" in text
-    assert f"through: {module}.policy_loss" in text
-    assert f"divided as in {host}: per rollout, then over rollouts; rejected tokens still count" in text
-    assert "gradients are divided by the mean weight at its end, the logged loss is not" in text
-    assert "second forward pass: no" in text
-    assert "no step metrics" not in text
-    text = described(host, **hooked(host), **ours(2, tis), **hooks)
-    assert ("its mean weight is known before it" in text) == (host == "slime")
-    text = described(host, **hooked(host), **ours(2, tis), calculate_per_token_loss=True)
-    assert f"through: {host}'s policy_loss with {module}.tis_function" in text
-    assert f"divided as in {host}: by the step's tokens; rejected tokens still count" in text
-    assert "over: each micro-batch; for the optimizer step set --custom-megatron-before-train-step-hook-path" in text
-    assert f"second forward pass: yes ({host} skips it when a rollout is one step)" in text
-    assert "\n! no step metrics" in text
+    paths = hooked(host) if way == "hook" else custom(host)
+    filled = {name: str(v).replace("HOST", module) if name.endswith("_path") else v for name, v in changes.items()}
+    text = described(host, **paths, **filled)
+    assert line.replace("HOST", module).replace("NAME", host) in text
+    assert ("no step metrics" in text) != ("custom_megatron_before_train_step_hook_path" in changes)
 
 
-def test_the_block_says_what_a_custom_reducer_gets(host: str):
-    reducer = {"custom_pg_loss_reducer_function_path": "mine.reducer"}
-    text = described(host, **hooked(host), **ours(0, rs={"veto_threshold": 1e-4}), **reducer)
-    assert "divided by mine.reducer, which gets the masks without rejected tokens" in text
-    assert "entropy and KL terms: over accepted tokens" in text
-    text = described(host, **hooked(host), **ours(2), **reducer)
-    assert "divided by mine.reducer, which gets the masks\n" in text
-    assert "entropy and KL terms: over all response tokens" in text
+def test_the_block_says_what_differs_between_the_hosts() -> None:
+    for host in HOSTS:
+        hooks = {name: value.replace("HOST", f"mismatch_plugin.hooks.{host}") for name, value in STEPS.items()}
+        text = described(host, **hooked(host), **ours(2, SEQUENCE), **hooks, **TOP_P)
+        assert ("its mean weight is known before it" in text) == (host == "slime")
+        assert ("sampling filter: top_p 0.9; every log-prob of slime's" in text) == (host == "slime")
+        assert (f"{host} passes no mask on: sample with top_p 1" in text) == (host == "miles")
+        assert "sampling filter" not in described(host, **hooked(host), **ours(2))
 
 
-def test_the_block_names_what_has_no_effect():
-    assert "! ppo.eps_clip_high 0.28 changes nothing" in described(
-        **custom("slime"), **ours(3, {"level": "sequence"}), eps_clip_high=0.28
-    )
+def test_the_shipped_mis_yaml_runs_with_the_tis_path_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """No hook around the step: the mean weight is the micro-batch's, as in slime's own function, and that is said."""
+    args, run = arguments(**HOOK, **SHIPPED), type(slime.ADAPTER)().run
+    assert slime.check(args) is not None
+    with caplog.at_level(logging.WARNING, logger="mismatch_plugin"):
+        assert [run.factor(slime.settings(args)) for _ in range(3)] == [None] * 3
+    (record,) = caplog.records
+    assert "set --custom-megatron-before-train-step-hook-path mismatch_plugin.hooks.slime" in record.getMessage()
+    step = arguments(**HOOK, **SHIPPED, tis_batch_normalize_scope="step")
+    with pytest.raises(ValueError, match=r"before_train_step and --rollout-data-postprocess-path .* or choose --tis-b"):
+        run.factor(slime.settings(step))
 
 
-def test_every_process_checks_and_the_first_one_speaks(caplog: pytest.LogCaptureFixture):
+def test_every_process_checks_and_the_first_one_speaks(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="mismatch_plugin"):
-        slime.init(arguments(**hooked("slime"), **ours(2, verify_weights="off")))
+        slime.init(arguments(**HOOK, **ours(2, verify_weights="off")))
         assert "algorithm 2: decoupled PPO" in caplog.text
         caplog.clear()
-        slime.init(arguments(**hooked("slime"), **ours(2, verify_weights="off"), rank=1))
+        slime.init(arguments(**HOOK, **ours(2, verify_weights="off"), rank=1))
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize("name", HOSTS)
-def test_importing_an_adapter_imports_neither_its_host_nor_megatron(name: str):
+def test_importing_the_adapters_imports_neither_their_hosts_nor_megatron() -> None:
     heavy = ["slime", "miles", "megatron", "ray", "sglang", "transformers", "aiohttp"]
-    code = f"import sys, mismatch_plugin.hooks.{name}; print([m for m in {heavy} if m in sys.modules])"
+    code = "import sys, mismatch_plugin.hooks.slime, mismatch_plugin.hooks.miles\n"
+    code += f"print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"

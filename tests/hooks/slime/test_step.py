@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from mismatch_plugin.core.gate import GateError
 from mismatch_plugin.hooks import slime
 from tests.distributed.launch import launch
+from tests.full import FULL
 from tests.hooks.contracts.slime_cases import custom, ours, weights
 from tests.hooks.contracts.slime_data import arguments, owned, samples
 from tests.hooks.contracts.slime_worker import Model
@@ -32,17 +34,6 @@ class Odd:
     algorithm: int = 2
     hooked: bool = True
     gate_kl: float | None = None
-
-
-class _Kept(logging.Handler):
-    """Errors that are logged, into a list."""
-
-    def __init__(self, records: list[logging.LogRecord]) -> None:
-        super().__init__(logging.ERROR)
-        self.records = records
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
 
 
 def run(case: Odd) -> dict[str, Any]:
@@ -83,8 +74,8 @@ def run(case: Odd) -> dict[str, Any]:
         "more micro-batches": {"num_microbatches": [2], "micro_batch_indices": [[0], [0]]},
         "more steps": {"num_microbatches": [1, 1], "micro_batch_indices": [[0], [0]]},
     }.get(plant, {})
-    error, logged = "", list[logging.LogRecord]()
-    handler = _Kept(logged)
+    error, logged, handler = "", list[str](), logging.Handler(logging.ERROR)
+    handler.emit = lambda record: logged.append(record.getMessage())
     logging.getLogger("mismatch_plugin").addHandler(handler)
     try:
         if case.hooked:
@@ -98,49 +89,11 @@ def run(case: Odd) -> dict[str, Any]:
         error = f"{type(fault).__name__}: {fault}"
     finally:
         logging.getLogger("mismatch_plugin").removeHandler(handler)
-    messages = [record.getMessage() for record in logged]
-    return {"error": error, "logged": messages, "scale": model.scale, "metrics": slime.ADAPTER.run.metrics}
+    return {"error": error, "logged": logged, "scale": model.scale, "metrics": slime.ADAPTER.run.metrics}
 
 
-LAYOUTS = [(1, 1, 2), (1, 2, 2), (2, 1, 2), (2, 2, 4)]  # pipeline, context, processes
-
-
-@pytest.mark.parametrize(("pp", "cp", "processes"), LAYOUTS)
-def test_a_bad_log_prob_anywhere_fails_the_step_everywhere(pp: int, cp: int, processes: int):
-    (results,) = launch(run, [Odd(pp, cp, processes - 1, "a NaN", algorithm=3, hooked=False)], processes)
-    for result in results:
-        assert "rollout-log-prob-policy" in result["error"]
-    assert any("sequence 0, position" in result["error"] for result in results)
-    for result in results:  # Ray shows one rank's error: the rank that knows the place has it in its log
-        placed = "sequence 0, position" in result["error"]
-        assert [message.startswith("step 0: rollout log-prob of sequence 0") for message in result["logged"]] == [
-            True
-        ] * placed
-
-
-@pytest.mark.parametrize(("pp", "cp", "processes"), [(1, 1, 1), *LAYOUTS])
-def test_a_failed_gate_fails_the_step_everywhere(pp: int, cp: int, processes: int):
-    cases = [Odd(pp, cp, -1, algorithm=3, hooked=False, gate_kl=bar) for bar in (1e-9, 1e3)]
-    failed, passed = launch(run, cases, processes)
-    for result in failed:
-        assert result["error"].startswith("GateError: step 0: k3_kl") and result["scale"] == 1.0
-    assert [result["error"] for result in passed] == [""] * processes
-
-
-@pytest.mark.parametrize(("pp", "cp", "processes"), [(1, 1, 1), *LAYOUTS[1:]])
-def test_the_mean_weight_reaches_every_stage(pp: int, cp: int, processes: int):
-    (results,) = launch(run, [Odd(pp, cp, -1, algorithm=3, hooked=False)], processes)
-    sample = samples()[1]
-    mask = sample.rows["loss_masks"].bool()
-    log_ratio = (sample.log_probs - sample.rows["rollout_log_probs"])[mask].sum()
-    weight = min(math.exp(float(log_ratio)), 2.5)  # one sequence: the mean is its weight
-    assert weight != pytest.approx(1.0, abs=1e-2)
-    for rank, result in enumerate(results):
-        assert result["error"] == ""
-        assert result["scale"] == pytest.approx(1.0 / weight, rel=1e-5)
-        assert bool(result["metrics"]) == (rank >= processes - processes // pp)
-
-
+EVERY = [(1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 1, 2), (2, 2, 4)]  # pipeline, context, processes
+LAYOUTS = EVERY if FULL else [(1, 1, 2), (2, 2, 4)]
 PLANTS = {
     "other configuration": "tis.upper_bound",
     "no rollout log-probs": "the rollout batch has no rollout_log_probs",
@@ -150,33 +103,77 @@ PLANTS = {
     "more steps": "optimizer_steps",
     "a mask too short": "the mask must cover the whole response",
 }
+Results = list[dict[str, Any]]
 
 
-@pytest.mark.parametrize(("pp", "cp", "processes"), LAYOUTS)
-def test_ranks_that_differ_are_named_before_the_rollout_s_steps(pp: int, cp: int, processes: int):
-    """Replicas may hold other samples and, in their own steps, other numbers of micro-batches.
+@cache
+def found(pp: int, cp: int, processes: int) -> dict[Odd, Results]:
+    """Every case of a layout, in one launch.
 
-    Without the rollout's hook (miles has no data in it) the step's beginning compares configurations.
+    Replicas may hold other samples and, in their own steps, other numbers of micro-batches. Without the rollout's hook
+    (miles has no data in it) the step's beginning compares configurations.
     """
+    last = processes - 1
     allowed = {
         "no old log-probs": processes == pp,  # the last stage is one rank: it has none to differ from
         "more samples": cp == 1,
         "more micro-batches": pp * cp == 1,
     }
-    late = Odd(pp, cp, processes - 1, "other configuration", hooked=False)
-    odd = [Odd(pp, cp, processes - 1, plant) for plant in PLANTS if not allowed.get(plant)]
-    cases = [late, *odd, Odd(pp, cp, -1)]
-    for case, results in zip(cases, launch(run, cases, processes, timeout=20.0), strict=True):
+    cases = [Odd(pp, cp, -1), Odd(pp, cp, -1, algorithm=3, hooked=False)]
+    cases += [Odd(pp, cp, -1, algorithm=3, hooked=False, gate_kl=bar) for bar in (1e-9, 1e3)]
+    cases.append(Odd(pp, cp, last, "a NaN", algorithm=3, hooked=False))
+    if processes > 1:
+        cases.append(Odd(pp, cp, last, "other configuration", hooked=False))
+        cases += [Odd(pp, cp, last, plant) for plant in PLANTS if not allowed.get(plant)]
+    if (pp, cp, processes) == (1, 1, 2):
+        cases.append(Odd(1, 1, 1, "no rollout log-probs", algorithm=0, hooked=False))
+    return dict(zip(cases, launch(run, cases, processes, timeout=20.0), strict=True))
+
+
+def scale_of(case: Odd) -> float:
+    """Of the gradients: 1 over the mean weight, which with one sequence is its weight."""
+    sample = samples()[1]
+    mask = sample.rows["loss_masks"].bool()
+    log_ratio = (sample.log_probs - sample.rows["rollout_log_probs"])[mask].sum()
+    weight = min(math.exp(float(log_ratio)), 2.5)
+    assert weight != pytest.approx(1.0, abs=1e-2)
+    return 1.0 / weight if case.algorithm == 3 else 1.0
+
+
+@pytest.mark.parametrize(("pp", "cp", "processes"), LAYOUTS)
+def test_every_rank_of_every_stage_ends_a_step_alike(pp: int, cp: int, processes: int) -> None:
+    for case, results in found(pp, cp, processes).items():
+        if case.plant:
+            continue
+        for rank, result in enumerate(results):
+            if case.gate_kl == 1e-9:
+                assert result["error"].startswith("GateError: step 0: k3_kl") and result["scale"] == 1.0
+                continue
+            assert result["error"] == "", case
+            assert result["scale"] == pytest.approx(scale_of(case), rel=1e-5), case
+            assert bool(result["metrics"]) == (rank >= processes - processes // pp)
+
+
+@pytest.mark.parametrize(("pp", "cp", "processes"), LAYOUTS)
+def test_a_bad_log_prob_anywhere_fails_the_step_everywhere(pp: int, cp: int, processes: int) -> None:
+    """Ray shows one rank's error: the rank that knows the place has it in its log."""
+    (results,) = [results for case, results in found(pp, cp, processes).items() if case.plant == "a NaN"]
+    placed = ["sequence 0, position" in result["error"] for result in results]
+    assert any(placed) and all("rollout-log-prob-policy" in result["error"] for result in results)
+    for result, here in zip(results, placed, strict=True):
+        starts = [message.startswith("step 0: rollout log-prob of sequence 0") for message in result["logged"]]
+        assert starts == [True] * here
+
+
+@pytest.mark.parametrize(("pp", "cp", "processes"), [layout for layout in LAYOUTS if layout[2] > 1])
+def test_ranks_that_differ_are_named_before_the_rollout_s_steps(pp: int, cp: int, processes: int) -> None:
+    odd = {case: results for case, results in found(pp, cp, processes).items() if case.plant in PLANTS}
+    assert len(odd) >= 5
+    for case, results in odd.items():
         (sentence,) = {result["error"] for result in results}
-        if not case.plant:
-            assert sentence == ""
-        else:
-            assert sentence.startswith("ValueError: ") and PLANTS[case.plant] in sentence, case
-            assert f"rank {case.rank}" in sentence
-
-
-def test_without_the_rollout_s_hook_other_fields_are_named_at_the_step_s_end():
-    """Algorithm 0 measures ratios where a rank has rollout log-probs, and rank 1 has none."""
-    (results,) = launch(run, [Odd(1, 1, 1, "no rollout log-probs", algorithm=0, hooked=False)], 2, timeout=20.0)
-    (sentence,) = {result["error"] for result in results}
-    assert "rank 0 has " in sentence and "rank 1 has no " in sentence and "All micro-batches of a step" in sentence
+        if case.algorithm == 0:  # measures ratios where a rank has rollout log-probs, and rank 1 has none
+            assert "rank 0 has " in sentence and "rank 1 has no " in sentence
+            assert "All micro-batches of a step" in sentence
+            continue
+        assert sentence.startswith("ValueError: ") and PLANTS[case.plant] in sentence, case
+        assert f"rank {case.rank}" in sentence
