@@ -134,10 +134,12 @@ def aggregated(statistic: str, aggregate: str) -> tuple[float, float]:
     if aggregate == "token":
         return first, second
     if aggregate == "sequence_max":
-        return (max(first, second),) * 2
+        return max(first, second), max(first, second)
     if statistic in ("ratio", "k1"):
-        return (first * second if aggregate == "sequence_sum" else math.sqrt(first * second),) * 2
-    return (first + second if aggregate == "sequence_sum" else (first + second) / 2,) * 2
+        both = first * second if aggregate == "sequence_sum" else math.sqrt(first * second)
+    else:
+        both = first + second if aggregate == "sequence_sum" else (first + second) / 2
+    return both, both
 
 
 @pytest.mark.parametrize("aggregate", ["token", "sequence_sum", "sequence_mean", "sequence_max"])
