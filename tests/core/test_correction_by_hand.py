@@ -169,12 +169,6 @@ def test_a_value_at_its_bound_stays(advantage: float, condition: str) -> None:
         assert found.keep.tolist() == [keep]
 
 
-def test_absent_bounds_of_a_ratio_criterion() -> None:
-    # hi from TIS = 2, lo = 1/hi = 0.5: of A's .6, 1, 3 the last goes.
-    found = mp.correct(BATCH, config(use_tis=True, rs={"criteria": [mp.Criterion()]}))
-    assert rows(BATCH, found.keep) == [[1, 1, 0], [0, 0, 0], [0], [0], [1, 1]]
-
-
 def test_veto() -> None:
     # B holds ρ = .25 and C ρ = .1; the masked tokens are NaN and must veto nothing.
     for threshold, kept in ((0.3, [0] * 3), (0.2, [1, 0, 1])):
