@@ -144,7 +144,8 @@ def test_kernels_of_the_loss(name: str, metrics: str, algorithm: int) -> None:
 
 def test_deterministic_mode_runs_nothing_that_it_refuses_on_cuda() -> None:
     """Megatron's --deterministic-mode: torch's list has histc, bincount with weights, kthvalue and median."""
-    settings = rejecting("token:k2:0.02:mean=0.02", metrics="full") | {"rollout_log_prob_policy": "neutral"}
+    settings = rejecting("token:k2:0.02:mean=0.02", metrics="full")
+    settings["rollout_log_prob_policy"] = "neutral"
     usual = mp.correct(batch(8), mp.MismatchConfig(**settings)).statistics
     torch.use_deterministic_algorithms(True)
     try:

@@ -215,7 +215,7 @@ PADDED_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize(("fields", "kind", "message"), PADDED_ERRORS, ids=[f"{n}" for n in range(len(PADDED_ERRORS))])
 def test_from_padded_errors(fields: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
-        mp.PackedSequences.from_padded(**({"loss_masks": ONES} | fields if fields else {}))
+        mp.PackedSequences.from_padded(**{**({"loss_masks": ONES} if fields else {}), **fields})
 
 
 def test_packing_takes_keywords_only_and_an_ide_shows_them() -> None:

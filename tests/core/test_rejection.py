@@ -210,7 +210,7 @@ def test_a_budget_without_a_meaning_is_refused(criterion: str, said: str) -> Non
 def test_advantages_of_accepted_responses_need_rewards() -> None:
     """`rs.group` acts in `group_advantages` alone: a batch without rewards had none of it. Rewards let it through."""
     settings = mp.MismatchConfig.build({"rs": {"criteria": ["sequence_mean:k3:0.1"], "group": "exclude"}})
-    rows = {"old_log_probs": logs([[0.3] * 3] * 2), "rollout_log_probs": logs([[0.3] * 3, [0.05] * 3])}
+    rows: dict[str, Any] = {"old_log_probs": logs([[0.3] * 3] * 2), "rollout_log_probs": logs([[0.3] * 3, [0.05] * 3])}
     packed = mp.PackedSequences.from_lists(**rows, loss_masks=[[1] * 3] * 2, rewards=[1.0, 0.0])
     accepted = mp.correct(packed, settings).kept_N
     assert accepted.tolist() == [3, 0]

@@ -78,6 +78,7 @@ def test_equals_dense_in_float64(rows: int, columns: int, block_rows: int | None
 @pytest.mark.parametrize("case", [case for case in CASES if case.columns < 5000 or case.dtype == "bf16"], ids=str)
 def test_equals_float64(case: Case) -> None:
     """Every filter × dtype × shape × entropy: padding, ignored targets, picked rows, masks, temperatures, strides."""
+    found: list[Tensor] = []
     for block_rows in (2, None) if case.columns < 5000 else (None,):
         found = run(case, "cpu", "torch", block_rows=block_rows)
         compare(found, textbook(case, "cpu"), {"fp32": 0.0, "bf16": 2**-8, "fp16": 2**-11}[case.dtype])

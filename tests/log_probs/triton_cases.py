@@ -238,5 +238,6 @@ def test_their_kernels_agree_with_ours(name: str, dtype: str, temperature: float
         logits = logits.float()
     before = logits.clone()
     for each in (upstream, torch.tensor(-0.7).expand(6)):
-        assert_same(*(of_peer(n, logits, targets, each, temperature=temperature) for n in ("triton", name)), dtype)
+        ours, theirs = (of_peer(n, logits, targets, each, temperature=temperature) for n in ("triton", name))
+        assert_same(ours, theirs, dtype)
     assert torch.equal(logits, before), "the caller's logits were overwritten"
