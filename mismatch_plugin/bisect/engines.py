@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,10 +39,52 @@ def from_checkpoint(folder: Path, dtype: torch.dtype) -> Trainer:
     transformers leaves them when it loads a model in that dtype. Raises InputError."""
     from mismatch_plugin.diagnose.scorers import Checkpoint
 
-    model: Any = Checkpoint(folder).model
+    model: Any = _rounded(Checkpoint(folder).model, dtype)
+    return Trainer(model, lambda ids: model(ids, use_cache=False).logits)
+
+
+def from_megatron(spec: str, folder: Path, dtype: torch.dtype, vocab: int) -> Trainer:
+    """megatron-core's GPTModel that the function `spec` returns for a checkpoint's folder, rounded in the same way.
+    vocab: how many logits are used; the rest pads. Raises InputError."""
+    found = _function(spec)(str(folder))
+    model: Any = found[0] if isinstance(found, list) and len(found) == 1 else found
+    while isinstance(getattr(model, "module", None), nn.Module):  # of DDP and of Float16Module
+        model = model.module
+    config = getattr(model, "config", None)
+    if not hasattr(config, "num_query_groups"):
+        raise InputError(f"--megatron {spec} returned {type(found).__name__}, and no GPTModel of megatron-core.")
+    for kind in ("tensor", "pipeline", "context", "expert"):
+        if (size := getattr(config, f"{kind}_model_parallel_size", 1)) != 1:
+            raise InputError(f"--megatron {spec}: {kind} parallelism of {size} spreads a module over ranks; take 1.")
+    head = model.output_layer
+    if head.weight is None:  # it is given the embedding's
+        head.weight = model.shared_embedding_or_output_weight()
+
+    def call(ids: Tensor) -> Tensor:
+        ids = ids.to(head.weight.device)
+        return model(ids, torch.arange(ids.shape[1], device=ids.device)[None], None)[..., :vocab]
+
+    return Trainer(_rounded(model.eval().requires_grad_(False), dtype), call)
+
+
+def _rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    return Trainer(model, lambda ids: model(ids, use_cache=False).logits)
+    return model
+
+
+def _function(spec: str) -> Callable[[str], Any]:
+    """Of "file.py:function" or "package.module:function"."""
+    name, _, function = spec.rpartition(":")
+    try:
+        if not name.endswith(".py"):
+            return getattr(importlib.import_module(name), function)
+        file: Any = importlib.util.spec_from_file_location(Path(name).stem, name)
+        module = importlib.util.module_from_spec(file)
+        file.loader.exec_module(module)
+        return getattr(module, function)
+    except (ImportError, OSError, AttributeError, ValueError) as error:
+        raise InputError(f"--megatron {spec} wants FILE.py:FUNCTION or MODULE:FUNCTION: {error}") from None
 
 
 class Engine:

@@ -79,7 +79,7 @@ class Taps:
             if not isinstance(kept, str):
                 for tap, value in values.items():
                     own = value[start : start + count]
-                    kept.setdefault(tap, []).append(own if own.is_meta else own.cpu())
+                    kept.setdefault(tap, []).append(own)
             setattr(req, _KEPT, kept)
             setattr(req, _FORWARDS, [*getattr(req, _FORWARDS, ()), [count, len(self._rows)]])
             start += count
