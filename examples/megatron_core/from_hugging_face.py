@@ -36,8 +36,9 @@ def build(folder: str) -> GPTModel:
 
 def of(model: Any) -> GPTModel:
     """The same model. model: of transformers."""
-    if not parallel_state.is_initialized():
+    if not dist.is_initialized():
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel()
         tensor_parallel.model_parallel_cuda_manual_seed(0, inference_rng_tracker=True)
     if not hasattr(moe_utils, "te_general_gemm"):

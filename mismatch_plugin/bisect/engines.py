@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import importlib.util
+import runpy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mismatch_plugin.data.read import InputError
 from mismatch_plugin.sglang.fingerprints import states_of
 from mismatch_plugin.sglang.http import RequestError, Retries, Server, shown
-from mismatch_plugin.sglang.modules import TAPS_KEY, Capture, Tap, log_probs_of, unpack, watched
+from mismatch_plugin.sglang.modules import TAPS_KEY, Capture, Recorder, Tap, Visit, describe, unpack, watched
 from mismatch_plugin.sglang.replies import parse_prompt_log_probs
 
 _TOKENS = 1024
@@ -28,10 +28,17 @@ class Trainer(NamedTuple):
     model: nn.Module
     call: Callable[[Tensor], Tensor]
 
-    def log_probs(self, ids: list[int], visit: Any = None) -> Tensor:
+    def log_probs(self, ids: list[int], visit: Visit) -> Tensor:
         """[T - 1] float64 log-probs of all tokens but the first. visit: as `sglang.modules.watched` calls it."""
-        with torch.no_grad(), watched(self.model, len(ids), visit or (lambda *_: None)):
-            return log_probs_of(self.call(torch.tensor([ids]))[0], ids)
+        with torch.no_grad(), watched(self.model, len(ids), visit):
+            logits = self.call(torch.tensor([ids]))[0, :-1].float().cpu()
+        return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].double()
+
+    def capture(self, ids: list[int], dtype: torch.dtype) -> Capture:
+        """All values of one forward pass. dtype: of the digests of the weights."""
+        recorder = Recorder()
+        log_probs = self.log_probs(ids, recorder)
+        return Capture(ids, describe(self.model, dtype), recorder.values(), log_probs)
 
 
 def from_checkpoint(folder: Path, dtype: torch.dtype) -> Trainer:
@@ -77,13 +84,9 @@ def _function(spec: str) -> Callable[[str], Any]:
     """Of "file.py:function" or "package.module:function"."""
     name, _, function = spec.rpartition(":")
     try:
-        if not name.endswith(".py"):
-            return getattr(importlib.import_module(name), function)
-        file: Any = importlib.util.spec_from_file_location(Path(name).stem, name)
-        module = importlib.util.module_from_spec(file)
-        file.loader.exec_module(module)
-        return getattr(module, function)
-    except (ImportError, OSError, AttributeError, ValueError) as error:
+        found = runpy.run_path(name) if name.endswith(".py") else vars(importlib.import_module(name))
+        return found[function]
+    except (ImportError, KeyError, OSError, ValueError) as error:
         raise InputError(f"--megatron {spec} wants FILE.py:FUNCTION or MODULE:FUNCTION: {error}") from None
 
 

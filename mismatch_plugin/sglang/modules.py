@@ -31,8 +31,6 @@ TAPS_KEY = "mismatch_taps"
 """Where a request asks for values, and where a reply has them in `meta_info`."""
 HEAD = "lm_head"
 """The name of what makes logits inside SGLang, where no module's forward does."""
-ATTENTION = ".attention"
-"""What is put behind the name of a module whose attention is a function."""
 
 
 class View(NamedTuple):
@@ -49,12 +47,14 @@ class View(NamedTuple):
         return (rows if self.bias is None else rows + self.bias).cpu()
 
     def write(self, values: Tensor) -> None:
-        """Put [T, features] into the tensors themselves, so that all who hold them see it."""
+        """Put [T, features] into the tensors themselves, so that all who hold them see it; of a padded vocabulary into
+        the first features."""
         if self.bias is not None:
             values = values - self.bias.cpu()
-        widths = [part.numel() // self.tokens for part in self.parts]
+        widths = [min(part.numel() // self.tokens, values.shape[-1]) for part in self.parts]
         for part, value in zip(self.parts, values.split(widths, -1), strict=True):
-            part.copy_(value.reshape(part.shape))
+            value = value.reshape(*part.shape[:-1], -1)
+            part[..., : value.shape[-1]].copy_(value)
 
 
 class Routing(NamedTuple):
@@ -79,10 +79,9 @@ class Routing(NamedTuple):
         self.shares.copy_(shares)
 
 
+Call = Callable[..., Any]
 Visit = Callable[[str, Which, "View | Routing"], None]
 """Called with a module's name in the order of execution, before it runs for what goes in."""
-
-
 Weights = dict[str, int]
 """The digest of each parameter that a module holds itself."""
 
@@ -115,12 +114,18 @@ def describe(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, We
 @contextmanager
 def watched(model: nn.Module, tokens: int, visit: Visit) -> Iterator[None]:
     """While it holds, each call of a module of a batch of so many tokens is told to `visit`."""
-    names = {module: name for name, module in model.named_modules()}
+    names: dict[Any, str] = {module: name for name, module in model.named_modules()}
     with ExitStack() as stack:
 
+        def replace(owner: Any, method: str, call: Call) -> None:
+            if (before := vars(owner).get(method)) is None:
+                stack.callback(delattr, owner, method)
+            else:
+                stack.callback(setattr, owner, method, before)
+            setattr(owner, method, call)
+
         def watch(owner: Any, method: str, name: str, tokens: int | None = tokens) -> None:
-            call = _watching(name, owner, getattr(owner, method), tokens, visit)
-            stack.enter_context(_replaced(owner, method, call))
+            replace(owner, method, _watching(name, owner, getattr(owner, method), tokens, visit))
 
         for module, name in names.items():
             kind = type(module).__name__
@@ -129,8 +134,7 @@ def watched(model: nn.Module, tokens: int, visit: Visit) -> Iterator[None]:
                     watch(module, "forward", f"{name}.experts")
             elif kind == "TopKRouter":  # it makes logits in one method, and the choice in another
                 watch(module, "gating", name)
-                choice = _watching_choice(f"{name.rpartition('.')[0]}.experts", module.routing, visit)
-                stack.enter_context(_replaced(module, "routing", choice))
+                replace(module, "routing", _watching_choice(name, module.routing, visit))
             elif ".experts." not in name and (
                 next(module.parameters(recurse=False), None) is not None
                 or kind == "RadixAttention"  # that of transformers is a function
@@ -140,26 +144,15 @@ def watched(model: nn.Module, tokens: int, visit: Visit) -> Iterator[None]:
         processor: Any = getattr(model, "logits_processor", None)
         if hasattr(processor, "_get_logits"):
             watch(processor, "_get_logits", HEAD, None)
-        stack.enter_context(_attention_function(model, names, tokens, visit))
+        functions = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {})
+        chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        if chosen in functions:
+            stack.callback(functions.__setitem__, chosen, functions[chosen])
+            functions[chosen] = _watching_attention(names, functions[chosen], tokens, visit)
         yield
 
 
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-
-def _watching(
-    name: str, module: Any, call: Callable[..., Any], tokens: int | None, visit: Visit
-) -> Callable[..., Any]:
+def _watching(name: str, module: Any, call: Call, tokens: int | None, visit: Visit) -> Call:
     """The module's function, which tells what goes in and comes out. tokens: None if each row of a call is one."""
     own = [*module.parameters(recurse=False)]
     norm = bool(own) and all(weight.dim() == 1 for weight in own)
@@ -190,51 +183,35 @@ def _watching(
 
 
 def _by_head(rows: Tensor, config: Any) -> tuple[Tensor, ...]:
-    """megatron-core has a group's queries, its key and its value next to each other: all queries, all keys, all
-    values."""
+    """All queries, keys and values; megatron-core has a group's queries, its key and its value next to each other."""
     groups = rows.unflatten(-1, (config.num_query_groups, -1, config.kv_channels))
     return groups[..., :-2, :], groups[..., -2:-1, :], groups[..., -1:, :]
 
 
-def _watching_choice(name: str, call: Callable[..., Any], visit: Visit) -> Callable[..., Any]:
+def _watching_choice(router: str, call: Call, visit: Visit) -> Call:
     """megatron-core's function from a router's logits to each expert's share and whether it is chosen."""
 
     def routing(*args: Any, **kwargs: Any) -> Any:
         shares, chosen = call(*args, **kwargs)
-        visit(name, "routing", Routing(chosen, shares, shares.shape[-1]))
+        visit(f"{router.removesuffix('router')}experts", "routing", Routing(chosen, shares, shares.shape[-1]))
         return shares, chosen
 
     return routing
 
 
-@contextmanager
-def _attention_function(model: nn.Module, names: Mapping[Any, str], tokens: int, visit: Visit) -> Iterator[None]:
-    """Watch the function that a model of transformers computes its attention with."""
-    transformers = sys.modules.get("transformers.modeling_utils")
-    chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    functions = getattr(transformers, "ALL_ATTENTION_FUNCTIONS", {})
-    if chosen not in functions:
-        yield
-        return
-    call = functions[chosen]
+def _watching_attention(names: Mapping[Any, str], call: Call, tokens: int, visit: Visit) -> Call:
+    """The function that a model of transformers computes its attention with."""
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        name = names.get(module)
+        name = f"{names.get(module)}.attention"
         length = query.shape[2]  # keys and values of a cache are before it
         heads = tuple(part[:, :, -length:].transpose(1, 2) for part in (query, key, value))
-        seen = name is not None and all(_is_rows(part, tokens) for part in heads)
-        if seen:
-            visit(f"{name}{ATTENTION}", "input", View(heads, tokens))
+        visit(name, "input", View(heads, tokens))
         result = call(module, query, key, value, *args, **kwargs)
-        if seen:
-            visit(f"{name}{ATTENTION}", "output", View((result[0],), tokens))
+        visit(name, "output", View((result[0],), tokens))
         return result
 
-    functions[chosen] = attention
-    try:
-        yield
-    finally:
-        functions[chosen] = call
+    return attention
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -276,20 +253,6 @@ class Recorder:
     def values(self) -> dict[Tap, Tensor]:
         """In the order of execution, without modules that were called twice: only the head takes tokens in parts."""
         return {tap: torch.cat(parts) for tap, parts in self._seen.items() if tap[0] == HEAD or len(parts) == 1}
-
-
-def record(model: nn.Module, ids: list[int], call: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Capture:
-    """One forward pass of a model in this process. call: [1, T] ids to [1, T, V] logits. dtype: of the digests."""
-    recorder = Recorder()
-    with torch.no_grad(), watched(model, len(ids), recorder):
-        logits = call(torch.tensor([ids]))[0]
-    return Capture(ids, describe(model, dtype), recorder.values(), log_probs_of(logits, ids))
-
-
-def log_probs_of(logits: Tensor, ids: list[int]) -> Tensor:
-    """[T - 1] float64 log-probs of ids[1:] under [T, V] logits."""
-    wanted = torch.tensor(ids[1:], device=logits.device)[:, None]
-    return logits[:-1].float().log_softmax(-1).gather(1, wanted)[:, 0].double().cpu()
 
 
 def row_hashes(values: Tensor) -> list[str]:
