@@ -144,7 +144,7 @@ def _near_ties(name: str, mine: Tensor, theirs: Tensor, served: Mapping[Tap, Ten
 
 
 _WORDS = {
-    "attention input": "rotary embedding (RoPE)",
+    "attention input": "rotary embedding (RoPE), or a cache of another dtype,",
     "attention output": "attention (mask, scale, dropout, keys and values)",
     "attention_out input": "gate behind the attention",
     "attention_out output": "projection behind the attention",
