@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import runpy
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,6 +84,7 @@ def _rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def _function(spec: str) -> Callable[[str], Any]:
     """Of "file.py:function" or "package.module:function"."""
     name, _, function = spec.rpartition(":")
+    sys.path.insert(0, "")  # the current folder, as for `python -m`
     try:
         found = runpy.run_path(name) if name.endswith(".py") else vars(importlib.import_module(name))
         return found[function]

@@ -73,9 +73,8 @@ def bisect(trainer: Trainer, server: Capture, dtype: torch.dtype) -> Verdict:
     served = reference(pairs, server, own)
     gap = _gap(own.log_probs, server.log_probs)
     steps = _steps(trainer, pairs, served, server.ids)
-    jumps = [step for step in steps if step.jumps]
     others = sorted((step for step in steps if not step.jumps), key=lambda step: -step.ratio / step.allowed)
-    jumps, explained = _parts(trainer, server, served, jumps, gap)
+    jumps, explained = _parts(trainer, server, served, [step for step in steps if step.jumps], gap)
     unpaired = dict.fromkeys(name for name, _ in server.values) - {one.server: None for one in pairs}.keys()
     told = {"jumps": jumps, "explained": explained, "largest": others[:5], "unpaired": unpaired}
     return Verdict(tokens=len(server.ids), gap=gap, watched=len(steps), **told)
@@ -116,8 +115,7 @@ def _steps(trainer: Trainer, pairs: Sequence[Pair], served: Mapping[Tap, Tensor]
 
 
 def _allowed(dtype: torch.dtype) -> float:
-    eps = torch.finfo(dtype).eps
-    return eps * (_ALLOWED if dtype.itemsize >= 4 else _ALLOWED_NARROW)
+    return torch.finfo(dtype).eps * (_ALLOWED if dtype.itemsize >= 4 else _ALLOWED_NARROW)
 
 
 def _difference(mine: Tensor, theirs: Tensor) -> tuple[float, torch.dtype]:
