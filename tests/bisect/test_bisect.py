@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DynamicCache
+from typer.testing import CliRunner
 
-from mismatch_plugin.bisect.certify import Run, Served, certify, check, read_certificate
+from mismatch_plugin.bisect.certify import Run, Served, certify, check
 from mismatch_plugin.bisect.command import drawn
 from mismatch_plugin.bisect.engines import Engine, Trainer, from_megatron
 from mismatch_plugin.bisect.verdict import bisect
+from mismatch_plugin.cli import app
 from mismatch_plugin.data.read import InputError
 from mismatch_plugin.sglang.fingerprints import digests, fingerprint
 from mismatch_plugin.sglang.modules import Recorder, describe, row_hashes, watched
@@ -46,6 +48,8 @@ def test_planted_faults_are_named_and_explain_the_gap(family: Family) -> None:
             assert fault.says in f"{first.what} {first.why}" and first.ratio > 10 * first.allowed, fault
             assert found.explained > 0.9 and found.gap > 0, fault
             assert len(found.jumps) == 1 or ".layers.0." in first.module, fault  # which is a fault of all layers
+    with pytest.raises(InputError, match=r"\d+ of \d+ modules have other weights .* model\.embed_tokens among them"):
+        bisect(trainer_of(tiny(family, 1)), theirs, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -138,7 +142,6 @@ def one_ulp(model: Any, name: str, when: Any = lambda rows: True) -> Any:
 
 def test_one_ulp_in_any_operation_is_placed() -> None:
     certificate = certify(Local(tiny("qwen3_moe", 0)), PROMPTS)
-    assert check(certificate, Local(tiny("qwen3_moe", 0))) == []
     names = [*describe(tiny("qwen3_moe", 0))][::3]
     assert len(names) > 10 and len(certificate.model_dump_json()) < 40_000
     for name in names:
@@ -156,48 +159,45 @@ def test_what_depends_on_how_it_is_computed_is_placed() -> None:
         assert differs["again"] is None and differs["update"] is None
 
 
-def test_other_weights_and_other_files_are_refused(tmp_path: Path) -> None:
-    theirs = megatron("llama").capture(IDS, torch.float32)
-    with pytest.raises(InputError, match=r"14 of 21 modules have other weights .* model\.embed_tokens among them"):
-        bisect(trainer_of(tiny("llama", 1)), theirs, torch.float32)
-    certificate = certify(Local(tiny("llama", 0)), PROMPTS)
-    with pytest.raises(InputError, match="the certificate is of weights"):
-        check(certificate, Local(tiny("llama", 1)))
-    with pytest.raises(InputError, match="is no certificate of `mismatch-plugin certify`"):
-        read_certificate(tmp_path / "zero.json")
+def test_the_command_certifies_and_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for seed, words, code, says in (
+        (0, "--check zero.json", 2, "zero.json is no certificate of `mismatch-plugin certify`"),
+        (0, "--tokens 12", 1, "chunked  not run: all of them are fewer tokens than the 64"),
+        (0, "--check certificate.json", 0, "All bits are those of the certificate."),
+        (1, "--check certificate.json", 2, "the certificate is of weights"),
+    ):
+        monkeypatch.setattr("mismatch_plugin.bisect.certify.Served", lambda *_, seed=seed: Local(tiny("llama", seed)))
+        result = CliRunner().invoke(app, ["certify", "--url", "http://127.0.0.1:1", *words.split()])
+        assert result.exit_code == code and says in result.output, result.output
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
+def test_what_is_no_whole_megatron_model_is_refused(tmp_path: Path) -> None:
+    for text, says in (
         ("", "wants FILE.py:FUNCTION or MODULE:FUNCTION: 'build'"),
         ("def build(folder): return {}", "returned dict, and no GPTModel"),
         (f"{SPLIT}def build(folder): return S(config=parts)", "pipeline parallelism of 2 spreads a module over ranks"),
-    ],
-)
-def test_what_is_no_whole_megatron_model_is_refused(tmp_path: Path, text: str, says: str) -> None:
-    (tmp_path / "model.py").write_text(text)
-    with pytest.raises(InputError, match=says):
-        from_megatron(f"{tmp_path}/model.py:build", tmp_path, torch.float32, VOCAB)
+    ):
+        (tmp_path / "model.py").write_text(text)
+        with pytest.raises(InputError, match=says):
+            from_megatron(f"{tmp_path}/model.py:build", tmp_path, torch.float32, VOCAB)
 
 
-@pytest.mark.parametrize(
-    ("info", "reply", "says"),
-    [
+def test_servers_that_cannot_be_watched_are_refused() -> None:
+    engine: Any = Engine("http://127.0.0.1:1")
+    with pytest.raises(InputError, match="does not answer"):
+        engine.facts()
+    for info, reply, says in (
         ({}, {}, "runs without this plugin"),
         ({"tp_size": 2}, {}, "tp_size 2: under tensor parallelism each rank holds a part"),
         ({"quantization": "fp8"}, {}, "serves with quantization fp8"),
         ({"tp_size": 1}, {}, "the plugin there is too old, or off"),
         ({"tp_size": 1}, {"mismatch_taps": [{"error": "requests of others"}]}, "cannot be watched: requests of others"),
-    ],
-)
-def test_servers_that_cannot_be_watched_are_refused(info: Any, reply: Any, says: str) -> None:
-    engine: Any = Engine("http://127.0.0.1:1")
-    with pytest.raises(InputError, match="does not answer"):
-        engine.facts()
-    server = {"internal_states": [{"mismatch_plugin": info}] if info else [], "message": "no such folder"}
-    engine._ask = lambda method, path, body: [{"meta_info": reply}] if path == "/generate" else server
-    with pytest.raises(InputError, match=says):
-        engine.facts()
+    ):
+        server = {"internal_states": [{"mismatch_plugin": info}] if info else [], "message": "no such folder"}
+        answers = {"/generate": [{"meta_info": reply}]}
+        engine._ask = lambda method, path, body, answers=answers, server=server: answers.get(path, server)
+        with pytest.raises(InputError, match=says):
+            engine.facts()
     with pytest.raises(InputError, match="did not load x: no such folder"):
         engine.update("x")
