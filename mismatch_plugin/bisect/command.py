@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from mismatch_plugin.bisect.certify import Certificate, Place
-    from mismatch_plugin.bisect.verdict import Step, Verdict
+    from mismatch_plugin.bisect.certify import Place
+    from mismatch_plugin.bisect.verdict import Verdict
 
 CANNOT, _MOST_SHOWN = 2, 9
 _URL = typer.Option(help="An idle SGLang server that runs with this plugin.")
@@ -19,20 +18,18 @@ _CHECKPOINT = typer.Option(help="Folder of the trainer's model (transformers).")
 _IDS = typer.Option("--ids", metavar="FILE", help="JSON list of token ids to compute. Default: drawn at random.")
 _CHECK = typer.Option("--check", metavar="FILE", help="Compute a certificate again, and compare.")
 _UPDATE = typer.Option(help="Folder of the weights that serve, which the server loads again.")
-
-
-class Dtype(str, Enum):
-    """In which a model of --checkpoint computes."""
-
-    float32, bfloat16, float16 = "float32", "bfloat16", "float16"
+_MEGATRON = typer.Option(
+    metavar="FILE.py:FUNCTION",
+    help="Returns megatron-core's GPTModel, given the folder, as the trainer's model. Or MODULE:FUNCTION.",
+)
 
 
 def bisect(
     url: Annotated[str, _URL],
     checkpoint: Annotated[Path, _CHECKPOINT],
+    megatron: Annotated[str | None, _MEGATRON] = None,
     ids: Annotated[Path | None, _IDS] = None,
     tokens: Annotated[int, typer.Option(min=2, help="How many ids are drawn.")] = 64,
-    dtype: Annotated[Dtype | None, typer.Option(help="Of the trainer's model. Default: the server's.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Name the module of server and trainer that differs first, and its part of the log-prob gap.
@@ -44,17 +41,20 @@ def bisect(
     """
     import torch
 
-    from mismatch_plugin.bisect.engines import Engine, from_checkpoint
+    from mismatch_plugin.bisect.engines import Engine, from_checkpoint, from_megatron
     from mismatch_plugin.bisect.verdict import bisect as compare
     from mismatch_plugin.data.read import InputError
 
     try:
         engine = Engine(url)
         facts = engine.facts()
-        served = getattr(torch, facts["dtype"])
-        trainer = from_checkpoint(checkpoint, served if dtype is None else getattr(torch, dtype.value))
+        dtype = getattr(torch, facts["dtype"])
+        if megatron is None:
+            trainer = from_checkpoint(checkpoint, dtype)
+        else:
+            trainer = from_megatron(megatron, checkpoint, dtype, facts["vocab"])
         given = drawn(facts["vocab"], 1, tokens)[0] if ids is None else read_ids(ids, facts["vocab"])
-        verdict = compare(trainer, engine.capture(given), served)
+        verdict = compare(trainer, engine.capture(given), dtype)
     except InputError as error:
         typer.echo(f"cannot bisect: {error}", err=True)
         raise typer.Exit(CANNOT) from None
@@ -68,12 +68,11 @@ def read_ids(path: Path, vocab: int) -> list[int]:
 
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"--ids {path} cannot be read: {error}") from None
-    known = isinstance(found, list) and all(type(one) is int and 0 <= one < vocab for one in found)
-    if not known or len(found) < 2:
-        raise InputError(f"--ids {path} wants a JSON list of at least two ids from 0 to {vocab - 1}.")
-    return found
+        if len(found) > 1 and all(type(one) is int and 0 <= one < vocab for one in found):
+            return found
+    except (OSError, TypeError, ValueError):
+        pass
+    raise InputError(f"--ids {path} wants a JSON list of at least two ids from 0 to {vocab - 1}.")
 
 
 def drawn(vocab: int, sequences: int, tokens: int) -> list[list[int]]:
@@ -89,60 +88,43 @@ def lines(verdict: Verdict) -> list[str]:
     if verdict.unpaired:
         told.append(f"The trainer has nothing like the server's {', '.join(verdict.unpaired[:_MOST_SHOWN])}.")
     for index, step in enumerate(verdict.jumps[:_MOST_SHOWN]):
-        told += ["", *_told(step, "Then" if index else "First difference")]
-    if verdict.jumps:
-        more = len(verdict.jumps) - _MOST_SHOWN
+        part = "not measured" if step.part is None else f"{step.part:.0%}"
         told += [
             "",
-            f"Together they explain {verdict.explained:.0%} of the gap." + f" {more} are not shown." * (more > 0),
+            f"{'Then' if index else 'First difference'}: {step.what}",
+            f"  trainer: {step.module} ({step.which}){step.why and '; ' + step.why}; server: {step.server}",
+            f"  from equal inputs: {step.ratio:.1e} apart, {step.dtype} explains {step.allowed:.1e}",
+            f"  part of the gap: {part}",
         ]
-    else:
-        told.append("No module differs by more than its dtype explains.")
+    if (more := len(verdict.jumps) - _MOST_SHOWN) > 0:
+        told.append(f"{more} more are not shown.")
+    together = f"Together they explain {verdict.explained:.0%} of the gap."
+    told += ["", together if verdict.jumps else "No module differs by more than its dtype explains."]
     told += ["", "Largest of the others, and what their dtype explains:"]
     return told + [f"  {one.module} {one.which}: {one.ratio:.1e} of {one.allowed:.1e}" for one in verdict.largest]
 
 
-def _told(step: Step, which: str) -> list[str]:
-    part = "not measured" if step.part is None else f"{step.part:.0%}"
-    return [
-        f"{which}: {step.what}",
-        f"  trainer: {step.module} ({step.which}){step.why and '; ' + step.why}; server: {step.server}",
-        f"  from equal inputs: {step.ratio:.1e} apart, {step.dtype} explains {step.allowed:.1e}, {step.ulp:.1e} ulp",
-        f"  part of the gap: {part}",
-    ]
-
-
 def certify(
-    url: Annotated[str | None, _URL] = None,
-    checkpoint: Annotated[Path | None, _CHECKPOINT] = None,
+    url: Annotated[str, _URL],
     check: Annotated[Path | None, _CHECK] = None,
     out: Annotated[Path, typer.Option(help="Where the certificate is written.")] = Path("certificate.json"),
     sequences: Annotated[int, typer.Option(min=2, help="How many sequences are drawn.")] = 4,
     tokens: Annotated[int, typer.Option(min=6, help="Ids of each.")] = 48,
     update: Annotated[Path | None, _UPDATE] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Of the model of --checkpoint.")] = Dtype.float32,
 ) -> None:
     """Certify that next-token distributions are the same to the last bit however they are computed.
 
     Alone, again, in a batch, prefilled in parts, decoded, after an update.
-    --check computes a certificate again, on another machine or engine.
+    --check computes a certificate again, on another machine.
 
     Exit status: 0 all bits are equal; 1 some are not; 2 cannot certify.
     """
-    import torch
-
     from mismatch_plugin.bisect import certify as of
-    from mismatch_plugin.bisect.engines import Engine, from_checkpoint
+    from mismatch_plugin.bisect.engines import Engine
     from mismatch_plugin.data.read import InputError
 
     try:
-        if url is not None and checkpoint is None:
-            engine = of.Served(Engine(url), None if update is None else str(update))
-        elif checkpoint is not None and url is None and update is None:
-            kind = getattr(torch, dtype.value)
-            engine = of.InProcess(from_checkpoint(checkpoint, kind), kind)
-        else:
-            raise InputError("a certificate is of one engine: give --url (and --update, if wanted) or --checkpoint.")
+        engine = of.Served(Engine(url), None if update is None else str(update))
         if check is not None:
             told = [f"  {name:8} {_where(place)}" for name, place in of.check(of.read_certificate(check), engine)]
             typer.echo("\n".join(told) or "All bits are those of the certificate.")
@@ -152,20 +134,17 @@ def certify(
     except (InputError, OSError) as error:
         typer.echo(f"cannot certify: {error}", err=True)
         raise typer.Exit(CANNOT) from None
-    typer.echo("\n".join([*_conditions(certificate), f"written: {out}"]))
-    raise typer.Exit(0 if certificate.zero else 1)
-
-
-def _conditions(certificate: Certificate) -> list[str]:
-    told = [f"{certificate.engine}, weights {certificate.fingerprint}, {len(certificate.prompts)} sequences"]
+    typer.echo(f"{certificate.engine}, weights {certificate.fingerprint}, {len(certificate.prompts)} sequences")
     for one in certificate.results[1:]:
         found = f"not run: {one.not_run}" if one.not_run else _where(one.differs or "equal to the last bit")
-        told.append(f"  {one.condition:8} {found}")
-    return told
+        typer.echo(f"  {one.condition:8} {found}")
+    typer.echo(f"written: {out}")
+    raise typer.Exit(0 if certificate.zero else 1)
 
 
 def _where(place: Place | str) -> str:
     if isinstance(place, str):
         return place
-    at = "" if place.token is None else f", sequence {place.sequence}, token {place.token}"
-    return f"differs first at {place.tap}{at}" + ("" if place.logits else "; the logits are equal all the same")
+    if place.token is None:
+        return f"differs first at {place.tap}; the logits are equal all the same"
+    return f"differs first at {place.tap}; its logits at sequence {place.sequence}, token {place.token}"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import runpy
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +16,7 @@ from torch import Tensor, nn
 from mismatch_plugin.data.read import InputError
 from mismatch_plugin.sglang.fingerprints import states_of
 from mismatch_plugin.sglang.http import RequestError, Retries, Server, shown
-from mismatch_plugin.sglang.modules import TAPS_KEY, Capture, Tap, log_probs_of, unpack, watched
+from mismatch_plugin.sglang.modules import TAPS_KEY, Capture, Recorder, Tap, Visit, describe, unpack, watched
 from mismatch_plugin.sglang.replies import parse_prompt_log_probs
 
 _TOKENS = 1024
@@ -26,10 +29,17 @@ class Trainer(NamedTuple):
     model: nn.Module
     call: Callable[[Tensor], Tensor]
 
-    def log_probs(self, ids: list[int], visit: Any = None) -> Tensor:
+    def log_probs(self, ids: list[int], visit: Visit) -> Tensor:
         """[T - 1] float64 log-probs of all tokens but the first. visit: as `sglang.modules.watched` calls it."""
-        with torch.no_grad(), watched(self.model, len(ids), visit or (lambda *_: None)):
-            return log_probs_of(self.call(torch.tensor([ids]))[0], ids)
+        with torch.no_grad(), watched(self.model, len(ids), visit):
+            logits = self.call(torch.tensor([ids]))[0, :-1].float().cpu()
+        return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].double()
+
+    def capture(self, ids: list[int], dtype: torch.dtype) -> Capture:
+        """All values of one forward pass. dtype: of the digests of the weights."""
+        recorder = Recorder()
+        log_probs = self.log_probs(ids, recorder)
+        return Capture(ids, describe(self.model, dtype), recorder.values(), log_probs)
 
 
 def from_checkpoint(folder: Path, dtype: torch.dtype) -> Trainer:
@@ -37,10 +47,49 @@ def from_checkpoint(folder: Path, dtype: torch.dtype) -> Trainer:
     transformers leaves them when it loads a model in that dtype. Raises InputError."""
     from mismatch_plugin.diagnose.scorers import Checkpoint
 
-    model: Any = Checkpoint(folder).model
+    model: Any = _rounded(Checkpoint(folder).model, dtype)
+    return Trainer(model, lambda ids: model(ids, use_cache=False).logits)
+
+
+def from_megatron(spec: str, folder: Path, dtype: torch.dtype, vocab: int) -> Trainer:
+    """megatron-core's GPTModel that the function `spec` returns for a checkpoint's folder, rounded in the same way.
+    vocab: how many logits are used; the rest pads. Raises InputError."""
+    found = _function(spec)(str(folder))
+    model: Any = found[0] if isinstance(found, list) and len(found) == 1 else found
+    while isinstance(getattr(model, "module", None), nn.Module):  # of DDP and of Float16Module
+        model = model.module
+    config = getattr(model, "config", None)
+    if not hasattr(config, "num_query_groups"):
+        raise InputError(f"--megatron {spec} returned {type(found).__name__}, and no GPTModel of megatron-core.")
+    for kind in ("tensor", "pipeline", "context", "expert"):
+        if (size := getattr(config, f"{kind}_model_parallel_size", 1)) != 1:
+            raise InputError(f"--megatron {spec}: {kind} parallelism of {size} spreads a module over ranks; take 1.")
+    head = model.output_layer
+    if head.weight is None:  # it is given the embedding's
+        head.weight = model.shared_embedding_or_output_weight()
+
+    def call(ids: Tensor) -> Tensor:
+        ids = ids.to(head.weight.device)
+        return model(ids, torch.arange(ids.shape[1], device=ids.device)[None], None)[..., :vocab]
+
+    return Trainer(_rounded(model.eval().requires_grad_(False), dtype), call)
+
+
+def _rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    return Trainer(model, lambda ids: model(ids, use_cache=False).logits)
+    return model
+
+
+def _function(spec: str) -> Callable[[str], Any]:
+    """Of "file.py:function" or "package.module:function"."""
+    name, _, function = spec.rpartition(":")
+    sys.path.insert(0, "")  # the current folder, as for `python -m`
+    try:
+        found = runpy.run_path(name) if name.endswith(".py") else vars(importlib.import_module(name))
+        return found[function]
+    except (ImportError, KeyError, OSError, ValueError) as error:
+        raise InputError(f"--megatron {spec} wants FILE.py:FUNCTION or MODULE:FUNCTION: {error}") from None
 
 
 class Engine:

@@ -9,14 +9,17 @@ is left has other weights; it is paired by its place alone, and that is the firs
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from mismatch_plugin.data.read import InputError
 from mismatch_plugin.sglang.fingerprints import MODULUS, place_of
-from mismatch_plugin.sglang.modules import Capture, Tap, Weights
+from mismatch_plugin.sglang.modules import Capture, Tap
+
+_MOST_FUSED = 4
+"""Modules of a trainer that an engine makes one of: at most a projection to q, k, v and a gate."""
 
 
 class Pair(NamedTuple):
@@ -37,17 +40,13 @@ def pair(server: Capture, trainer: Capture) -> list[Pair]:
             f"{len(other)} of {len(other) + len(found)} modules have other weights at the trainer than on the server, "
             f"{other[0].trainer[0]} among them: send the server these weights first."
         )
-    attentions = zip(_attentions(server), _attentions(trainer), strict=False)
+    attentions = zip(_running(server, weights=False), _running(trainer, weights=False), strict=False)
     return [*found, *other, *(Pair(theirs, (ours,)) for theirs, ours in attentions)]
 
 
-def _running(capture: Capture) -> list[str]:
-    """Names in the order of execution."""
-    return list(dict.fromkeys(name for name, _ in capture.values))
-
-
-def _attentions(capture: Capture) -> list[str]:
-    return [name for name in _running(capture) if name not in capture.modules]
+def _running(capture: Capture, weights: bool = True) -> list[str]:
+    """Names of modules, or of what has no weights, in the order of execution."""
+    return [name for name in dict.fromkeys(name for name, _ in capture.values) if (name in capture.modules) == weights]
 
 
 def _place(name: str) -> str:
@@ -56,30 +55,24 @@ def _place(name: str) -> str:
 
 def _same_digest(server: Capture, trainer: Capture) -> list[Pair]:
     names, order = [*trainer.modules], _running(trainer)
-    sums, starts = [0], defaultdict[int, list[int]](list)
-    for index, name in enumerate(names):
-        starts[sums[-1]].append(index)
-        sums.append((sums[-1] + _digest(trainer.modules[name])) % MODULUS)
+    runs = defaultdict[int, list[tuple[str, ...]]](list)
+    for length in range(1, _MOST_FUSED + 1):
+        for start in range(len(names) - length + 1):
+            run = tuple(names[start : start + length])
+            runs[_digest(trainer, run)].append(run)
     found, used = list[Pair](), set[str]()
     for whole in _running(server):
-        if whole not in server.modules:
-            continue
-        runs = [
-            tuple(names[start:end])
-            for end in range(1, len(sums))
-            for start in starts[(sums[end] - _digest(server.modules[whole])) % MODULUS]
-            if start < end and used.isdisjoint(names[start:end])
-        ]
-        if runs:  # ones of norms are alike: the same place, else the first that runs
-            rank = {name: order.index(name) if name in order else len(order) for name, *_ in runs}
-            run = min(runs, key=lambda run: (_place(run[0]) != _place(whole), len(run), rank[run[0]]))
-            found.append(Pair(whole, run))
-            used.update(run)
+        left = [run for run in runs[_digest(server, [whole])] if used.isdisjoint(run)]
+        if left:  # ones of norms are alike: the same place, else the first that runs
+            rank = {run: order.index(run[0]) if run[0] in order else len(order) for run in left}
+            best = min(left, key=lambda run: (_place(run[0]) != _place(whole), len(run), rank[run]))
+            found.append(Pair(whole, best))
+            used.update(best)
     return found
 
 
-def _digest(weights: Weights) -> int:
-    return sum(weights.values()) % MODULUS
+def _digest(capture: Capture, names: Sequence[str]) -> int:
+    return sum(value for name in names for value in capture.modules[name].values()) % MODULUS
 
 
 def _same_place(server: Capture, trainer: Capture, found: Sequence[Pair]) -> list[Pair]:
@@ -87,25 +80,19 @@ def _same_place(server: Capture, trainer: Capture, found: Sequence[Pair]) -> lis
     done, used = {one.server for one in found}, {name for one in found for name in one.trainer}
     ours = defaultdict[str, list[str]](list)
     for name in _running(trainer):
-        if name in trainer.modules and name not in used:
+        if name not in used:
             ours[_place(name)].append(name)
-    theirs = (name for name in _running(server) if name in server.modules and name not in done)
-    pairs = ((whole, ours[_place(whole)]) for whole in theirs if _place(whole) in ours)
-    return [
-        Pair(whole, tuple(parts), _why(whole, server.modules[whole], {name: trainer.modules[name] for name in parts}))
-        for whole, parts in pairs
-    ]
+    pairs = ((whole, ours[_place(whole)]) for whole in _running(server) if whole not in done and _place(whole) in ours)
+    return [Pair(whole, tuple(parts), _why(server, whole, trainer, parts)) for whole, parts in pairs]
 
 
-def _why(name: str, whole: Weights, parts: Mapping[str, Weights]) -> str:
+def _why(server: Capture, whole: str, trainer: Capture, parts: Sequence[str]) -> str:
     """In which way the weights differ."""
-    for part, own in parts.items():
-        if lacking := sorted(whole.keys() - own.keys()):
-            return f"the trainer's {part} has no {' and no '.join(lacking)}"
-    if more := sorted({leaf for own in parts.values() for leaf in own} - whole.keys()):
-        return f"the server's {name} has no {' and no '.join(more)}"
-    sums = {leaf: sum(own[leaf] for own in parts.values()) % MODULUS for leaf in whole}
-    return f"other values in its {' and '.join(leaf for leaf, value in whole.items() if sums[leaf] != value)}"
+    biased = "bias" in server.modules[whole]
+    other = [part for part in parts if ("bias" in trainer.modules[part]) != biased]
+    if not other:
+        return "other values in its weights"
+    return f"the trainer's {other[0]} has no bias" if biased else f"the server's {whole} has no bias"
 
 
 def reference(pairs: Sequence[Pair], server: Capture, trainer: Capture) -> dict[Tap, Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from mismatch_plugin.bisect.engines import Trainer
 from mismatch_plugin.bisect.pairing import Pair, pair, reference
 from mismatch_plugin.sglang.fingerprints import place_of
-from mismatch_plugin.sglang.modules import Capture, Routing, Tap, View, Which, record
+from mismatch_plugin.sglang.modules import Capture, Routing, Tap, View, Which
 
 _ALLOWED, _ALLOWED_NARROW = 8.0, 1.5
 """Norm ratio in units of the dtype's epsilon that another order of additions explains in float32, and one more rounding
@@ -30,9 +30,8 @@ _NEAR_TIE = 16.0
 
 
 class Step(BaseModel, frozen=True):
-    """One comparison of values that were computed from equal ones. ratio: ‖trainer − server‖ / the larger norm. ulp:
-    the largest difference of an element, in units in the last place of it or of its row's root mean square. allowed:
-    the ratio that the dtype explains. part: of the log-prob gap, None where it was not measured."""
+    """One comparison of values that were computed from equal ones. ratio: ‖trainer − server‖ / the larger norm.
+    allowed: the ratio that the dtype explains. part: of the log-prob gap, None where it was not measured."""
 
     module: str
     which: Which
@@ -40,7 +39,6 @@ class Step(BaseModel, frozen=True):
     what: str
     dtype: str
     ratio: float
-    ulp: float
     allowed: float
     part: float | None = None
     why: str = ""
@@ -64,35 +62,22 @@ class Verdict(BaseModel, frozen=True):
     watched: int
     unpaired: list[str]
 
-    @property
-    def first(self) -> Step | None:
-        """Where the engines differ first."""
-        return self.jumps[0] if self.jumps else None
-
 
 def bisect(trainer: Trainer, server: Capture, dtype: torch.dtype) -> Verdict:
     """Compare the trainer's model with what a server computed. dtype: in which the server holds its weights.
 
     Raises InputError where most weights differ.
     """
-    own = record(trainer.model, server.ids, trainer.call, dtype)
+    own = trainer.capture(server.ids, dtype)
     pairs = pair(server, own)
     served = reference(pairs, server, own)
     gap = _gap(own.log_probs, server.log_probs)
     steps = _steps(trainer, pairs, served, server.ids)
+    others = sorted((step for step in steps if not step.jumps), key=lambda step: -step.ratio / step.allowed)
     jumps, explained = _parts(trainer, server, served, [step for step in steps if step.jumps], gap)
-    quiet = sorted((step for step in steps if not step.jumps), key=lambda step: -step.ratio / step.allowed)
-    paired = {one.server for one in pairs}
-    unpaired = [name for name in dict.fromkeys(name for name, _ in server.values) if name not in paired]
-    return Verdict(
-        tokens=len(server.ids),
-        gap=gap,
-        jumps=jumps,
-        explained=explained,
-        largest=quiet[:5],
-        watched=len(steps),
-        unpaired=unpaired,
-    )
+    unpaired = dict.fromkeys(name for name, _ in server.values) - {one.server: None for one in pairs}.keys()
+    told = {"jumps": jumps, "explained": explained, "largest": others[:5], "unpaired": unpaired}
+    return Verdict(tokens=len(server.ids), gap=gap, watched=len(steps), **told)
 
 
 def _gap(ours: Tensor, theirs: Tensor) -> float:
@@ -103,104 +88,83 @@ def _steps(trainer: Trainer, pairs: Sequence[Pair], served: Mapping[Tap, Tensor]
     """Each tap, computed from the server's values of those before it."""
     of = {name: one for one in pairs for name in one.trainer}
     found: list[Step] = []
-    last = ""
 
     def visit(name: str, which: Which, view: View | Routing) -> None:
-        nonlocal last
         theirs = served.get((name, which))
         if theirs is None:
             return
-        mine, one = view.read(), of[name]
-        ratio, ulp, dtype = _difference(mine, theirs)
-        if which == "routing" and _near_ties(mine, theirs, _router(name, served)):
-            ratio = ulp = 0.0
-        found.append(
-            Step(
-                module=name,
-                which=which,
-                server=one.server,
-                what=_what(name, which, last),
-                dtype=str(dtype).removeprefix("torch."),
-                ratio=ratio,
-                ulp=ulp,
-                allowed=_allowed(dtype),
-                why=one.why if which == "output" else "",
-            )
+        mine = view.read()[:, : theirs.shape[-1]]
+        ratio, dtype = _difference(mine, theirs)
+        if which == "routing" and _near_ties(name, mine, theirs, served):
+            ratio = 0.0
+        step = Step(
+            module=name,
+            which=which,
+            server=of[name].server,
+            what=_what(name, which, found[-1].module if found else "the ids"),
+            dtype=str(dtype).removeprefix("torch."),
+            ratio=ratio,
+            allowed=_allowed(dtype),
+            why=of[name].why if which == "output" else "",
         )
+        found.append(step)
         view.write(theirs.to(mine.dtype))
-        last = name
 
     trainer.log_probs(ids, visit)
     return found
 
 
 def _allowed(dtype: torch.dtype) -> float:
-    eps = torch.finfo(dtype).eps
-    return eps * (_ALLOWED if dtype.itemsize >= 4 else _ALLOWED_NARROW)
+    return torch.finfo(dtype).eps * (_ALLOWED if dtype.itemsize >= 4 else _ALLOWED_NARROW)
 
 
-def _difference(mine: Tensor, theirs: Tensor) -> tuple[float, float, torch.dtype]:
-    """Norm ratio, largest difference in ulp, and the coarser dtype."""
+def _difference(mine: Tensor, theirs: Tensor) -> tuple[float, torch.dtype]:
+    """Norm ratio, and the coarser dtype."""
     dtype = max((mine.dtype, theirs.dtype), key=lambda kind: torch.finfo(kind).eps)
     ours, exact = mine.double(), theirs.double()
-    apart = (ours - exact).abs()
-    size = torch.maximum(ours.abs(), exact.abs())
-    scale = torch.maximum(size, size.square().mean(-1, keepdim=True).sqrt()).clamp_min(_SMALLEST)
-    ulp = torch.exp2(scale.log2().floor()) * torch.finfo(dtype).eps
     norm = max(float(ours.norm()), float(exact.norm()), _SMALLEST)
-    return float(apart.norm()) / norm, float((apart / ulp).max()), dtype
+    return float((ours - exact).norm()) / norm, dtype
 
 
-def _router(name: str, served: Mapping[Tap, Tensor]) -> Tensor | None:
-    """The router's logits of the layer of these experts."""
-    layer = name.rpartition(".")[0]
-    found = (value for (other, which), value in served.items() if which == "output" and other.startswith(f"{layer}."))
-    return next((value for value in found if value.shape[-1] == served[name, "routing"].shape[-1]), None)
-
-
-def _near_ties(mine: Tensor, theirs: Tensor, logits: Tensor | None) -> bool:
-    """Where other experts were chosen, they were equal but for rounding, and the rest of the shares agree."""
-    other = (mine > 0) != (theirs > 0)
+def _near_ties(name: str, mine: Tensor, theirs: Tensor, served: Mapping[Tap, Tensor]) -> bool:
+    """Where others were chosen, their router's logits were equal but for rounding; the rest of the shares agree."""
+    layer, other = name.rpartition(".")[0], (mine > 0) != (theirs > 0)
     rows = other.any(-1)
-    if logits is None or not rows.any():
-        return False
-    chosen = torch.where(other, logits.double(), torch.nan)
-    spread = chosen.nan_to_num(nan=-torch.inf).amax(-1) - chosen.nan_to_num(nan=torch.inf).amin(-1)
-    near = spread[rows] <= _NEAR_TIE * torch.finfo(logits.dtype).eps * logits.double().abs().amax(-1)[rows]
-    ratio, _, dtype = _difference(mine[~rows], theirs[~rows])
-    return bool(near.all()) and ratio <= _allowed(dtype)
+    for (module, which), logits in served.items():
+        if module.startswith(f"{layer}.") and which == "output" and logits.shape == mine.shape and rows.any():
+            exact, eps = logits.double()[rows], torch.finfo(logits.dtype).eps
+            highest = exact.masked_fill(~other[rows], -torch.inf).amax(-1)
+            lowest = exact.masked_fill(~other[rows], torch.inf).amin(-1)
+            near = highest - lowest <= _NEAR_TIE * eps * exact.abs().amax(-1)
+            ratio, dtype = _difference(mine[~rows], theirs[~rows])
+            return bool(near.all()) and ratio <= _allowed(dtype)
+    return False
 
 
-_OUTPUTS = {
-    "attention": "attention (mask, scale, dropout, keys and values)",
-    "attention_out": "projection behind the attention",
-    "embedding": "embedding",
-    "experts": "experts (their order, activation, shares)",
-    "head": "head",
-    "mlp_in": "gate and up projection",
-    "mlp_out": "down projection",
-    "norm": "normalisation (eps, precision)",
-    "qkv": "projection to queries, keys and values",
-    "router": "router",
+_WORDS = {
+    "attention input": "rotary embedding (RoPE), or a cache of another dtype,",
+    "attention output": "attention (mask, scale, dropout, keys and values)",
+    "attention_out input": "gate behind the attention",
+    "attention_out output": "projection behind the attention",
+    "experts output": "experts (their order, activation, shares)",
+    "experts routing": "choice of experts (softmax, top-k, order)",
+    "mlp_in output": "gate and up projection",
+    "mlp_out input": "activation",
+    "mlp_out output": "down projection",
+    "norm input": "sum into the residual stream",
+    "norm output": "normalisation (eps, precision)",
+    "qkv output": "projection to queries, keys and values",
 }
-_INPUTS = {
-    "attention": "rotary embedding (RoPE)",
-    "attention_out": "gate behind the attention",
-    "mlp_out": "activation",
-    "norm": "sum into the residual stream",
-}
-"""What has no weights and lies before such a module."""
+"""Of a role's outputs; of its inputs what has no weights and lies before it."""
 
 
 def _what(name: str, which: Which, last: str) -> str:
-    """The step in words. last: the tap before it."""
-    if which == "routing":
-        return "choice of experts (softmax, top-k, order)"
+    """The step in words. last: the module before it."""
     role = place_of(f"{name}.weight").removesuffix(".weight").rpartition(".")[2].removeprefix("shared_")
     kind = "norm" if "norm" in role else "attention" if role in ("attn", "core_attention") else role
-    if which == "output":
-        return _OUTPUTS.get(kind, "module")
-    return f"{_INPUTS.get(kind, 'what has no weights')} between {last} and it"
+    if which == "input":
+        return f"{_WORDS.get(f'{kind} input', 'what has no weights')} between {last} and it"
+    return _WORDS.get(f"{kind} {which}", kind)
 
 
 def _parts(
@@ -218,10 +182,9 @@ def _parts(
     left, found = gap, []
     for index, step in enumerate(jumps):
         undone.add((step.module, step.which))
-        if index >= _MOST_PARTS and index < len(jumps) - 1:
-            found.append(step)
-            continue
-        now = _gap(trainer.log_probs(server.ids, visit), server.log_probs)
-        found.append(step.model_copy(update={"part": (left - now) / gap}))
-        left = now
+        if index < _MOST_PARTS or step is jumps[-1]:
+            now = _gap(trainer.log_probs(server.ids, visit), server.log_probs)
+            step = step.model_copy(update={"part": (left - now) / gap})
+            left = now
+        found.append(step)
     return found, 1 - left / gap

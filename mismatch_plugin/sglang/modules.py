@@ -1,4 +1,4 @@
-"""What goes into a model's modules and comes out of them, in one form for SGLang and transformers.
+"""What goes into a model's modules and comes out of them, in one form for SGLang, transformers and megatron-core.
 
 Every value is [T, features], a row a token, whatever the engine's own layout. Modules with weights of their own are
 watched, and the attention, which has none: of it queries, keys and values behind the rotary embedding. A fused norm's
@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -30,29 +31,35 @@ TAPS_KEY = "mismatch_taps"
 """Where a request asks for values, and where a reply has them in `meta_info`."""
 HEAD = "lm_head"
 """The name of what makes logits inside SGLang, where no module's forward does."""
-ATTENTION = ".attention"
-"""What is put behind the name of a module whose attention is a function."""
 
 
 class View(NamedTuple):
-    """Tensors of a module call. parts: each a view with the tokens before its features; their rows are joined."""
+    """Tensors of a module call. parts: each a view with the tokens before its features; their rows are joined. bias:
+    megatron-core adds it later."""
 
     parts: tuple[Tensor, ...]
     tokens: int
+    bias: Tensor | None = None
 
     def read(self) -> Tensor:
-        """[T, features], a copy."""
-        return torch.cat([part.detach().reshape(self.tokens, -1) for part in self.parts], -1)
+        """[T, features], a copy on the CPU."""
+        rows = torch.cat([part.detach().reshape(self.tokens, -1) for part in self.parts], -1)
+        return (rows if self.bias is None else rows + self.bias).cpu()
 
     def write(self, values: Tensor) -> None:
-        """Put [T, features] into the tensors themselves, so that all who hold them see it."""
-        widths = [part.numel() // self.tokens for part in self.parts]
+        """Put [T, features] into the tensors themselves, so that all who hold them see it; of a padded vocabulary into
+        the first features."""
+        if self.bias is not None:
+            values = values - self.bias.cpu()
+        widths = [min(part.numel() // self.tokens, values.shape[-1]) for part in self.parts]
         for part, value in zip(self.parts, values.split(widths, -1), strict=True):
-            part.copy_(value.reshape(part.shape))
+            value = value.reshape(*part.shape[:-1], -1)
+            part[..., : value.shape[-1]].copy_(value)
 
 
 class Routing(NamedTuple):
-    """Which experts each token goes to. ids, shares: [T, k]."""
+    """Which experts each token goes to. shares: [T, k] of the experts in `ids`; or [T, experts] next to a map of those
+    that are chosen, as megatron-core has it."""
 
     ids: Tensor
     shares: Tensor
@@ -60,20 +67,21 @@ class Routing(NamedTuple):
 
     def read(self) -> Tensor:
         """[T, experts]."""
+        if self.ids.dtype == torch.bool:
+            return self.shares.detach().clone().cpu()
         dense = self.shares.new_zeros(len(self.ids), self.experts)
-        return dense.scatter_add_(1, self.ids.long(), self.shares)
+        return dense.scatter_add_(1, self.ids.long(), self.shares).cpu()
 
     def write(self, values: Tensor) -> None:
         """Choose those with the largest shares."""
-        shares, ids = values.topk(self.ids.shape[1], -1)
+        shares, ids = (values, values > 0) if self.ids.dtype == torch.bool else values.topk(self.ids.shape[1], -1)
         self.ids.copy_(ids)
         self.shares.copy_(shares)
 
 
+Call = Callable[..., Any]
 Visit = Callable[[str, Which, "View | Routing"], None]
 """Called with a module's name in the order of execution, before it runs for what goes in."""
-
-
 Weights = dict[str, int]
 """The digest of each parameter that a module holds itself."""
 
@@ -89,116 +97,121 @@ class Capture:
     log_probs: Tensor
 
 
+_OWNER = re.compile(r"(.*?\.experts|.*)\.(.*)")
+"""The module of a parameter, and its name there. Experts that are modules themselves are one."""
+
+
 def describe(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Weights]:
     """Every module with weights of its own, and the head even if it is the embedding. dtype: weights are rounded to it
-    first."""
-    modules = dict(model.named_modules())
-    if isinstance(head := getattr(model, HEAD, None), nn.Module):
-        modules.setdefault(HEAD, head)
-    found = ((name, digests(module.named_parameters(recurse=False), dtype)) for name, module in modules.items())
-    return {name: {leaf: value for leaf, (value, _, _) in own.items()} for name, own in found if own}
+    first. The norm that Transformer Engine keeps in the matrix behind it is a module of its own."""
+    found: dict[str, Weights] = {}
+    for name, (value, _, _) in digests(model.named_parameters(remove_duplicate=False), dtype).items():
+        if owner := _OWNER.fullmatch(name.replace(".layer_norm_", ".layer_norm.")):
+            found.setdefault(owner[1], {})[owner[2]] = value
+    return found
 
 
 @contextmanager
 def watched(model: nn.Module, tokens: int, visit: Visit) -> Iterator[None]:
     """While it holds, each call of a module of a batch of so many tokens is told to `visit`."""
-    names = {module: name for name, module in model.named_modules()}
+    names: dict[Any, str] = {module: name for name, module in model.named_modules()}
     with ExitStack() as stack:
+
+        def replace(owner: Any, method: str, call: Call) -> None:
+            if (before := vars(owner).get(method)) is None:
+                stack.callback(delattr, owner, method)
+            else:
+                stack.callback(setattr, owner, method, before)
+            setattr(owner, method, call)
+
+        def watch(owner: Any, method: str, name: str, tokens: int | None = tokens) -> None:
+            replace(owner, method, _watching(name, owner, getattr(owner, method), tokens, visit))
+
         for module, name in names.items():
-            attention = type(module).__name__ == "RadixAttention"  # that of transformers is a function
-            if attention or next(module.parameters(recurse=False), None) is not None:
-                calls = _watching(name, module, attention, tokens, visit)
-                stack.enter_context(_replaced(module, "forward", calls))
+            kind = type(module).__name__
+            if kind == "MoELayer":  # megatron-core's; in its experts a row is no token of the batch
+                if not module.use_shared_expert:  # whose output is in the layer's
+                    watch(module, "forward", f"{name}.experts")
+            elif kind == "TopKRouter":  # it makes logits in one method, and the choice in another
+                watch(module, "gating", name)
+                replace(module, "routing", _watching_choice(name, module.routing, visit))
+            elif ".experts." not in name and (
+                next(module.parameters(recurse=False), None) is not None
+                or kind == "RadixAttention"  # that of transformers is a function
+                or name.endswith(".core_attention")
+            ):
+                watch(module, "forward", name)
         processor: Any = getattr(model, "logits_processor", None)
         if hasattr(processor, "_get_logits"):
-            calls = _watching_logits(processor._get_logits, visit)
-            stack.enter_context(_replaced(processor, "_get_logits", calls))
-        stack.enter_context(_attention_function(model, names, tokens, visit))
+            watch(processor, "_get_logits", HEAD, None)
+        functions = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {})
+        chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        if chosen in functions:
+            stack.callback(functions.__setitem__, chosen, functions[chosen])
+            functions[chosen] = _watching_attention(names, functions[chosen], tokens, visit)
         yield
 
 
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-
-def _watching(name: str, module: nn.Module, attention: bool, tokens: int, visit: Visit) -> Callable[..., Any]:
-    """The module's forward, which tells what goes in and comes out."""
-    call = module.forward
+def _watching(name: str, module: Any, call: Call, tokens: int | None, visit: Visit) -> Call:
+    """The module's function, which tells what goes in and comes out. tokens: None if each row of a call is one."""
     own = [*module.parameters(recurse=False)]
     norm = bool(own) and all(weight.dim() == 1 for weight in own)
     experts = next((weight.shape[0] for weight in own if weight.dim() == 3), 0)
+    before = f"{name}.layer_norm" if hasattr(module, "layer_norm_weight") else name  # Transformer Engine's fused norm
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def watching(*args: Any, **kwargs: Any) -> Any:
         given = [*_tensors([*args, *kwargs.values()])]
-        rows = [tensor for tensor in given if _is_rows(tensor, tokens)]
+        count = tokens or len(given[0])
+        rows = [tensor for tensor in given if _is_rows(tensor, count)]
         fused = norm and len(rows) > 1 and rows[0].shape == rows[1].shape
-        if attention:
-            if len(rows) > 2:
-                visit(name, "input", View(tuple(rows[:3]), tokens))
-        elif rows and not fused:
-            visit(name, "input", View((rows[0],), tokens))
+        if rows and not fused:  # an attention takes queries, keys and values
+            visit(before, "input", View(tuple(rows[: 1 if own else 3]), count))
         if experts and (chosen := _routing(given, experts)):
             visit(name, "routing", chosen)
         result = call(*args, **kwargs)
-        out = [tensor for tensor in _tensors([result]) if _is_rows(tensor, tokens)]
+        told = [*_tensors([result])]
+        out = [tensor for tensor in told if _is_rows(tensor, count)]
         if fused and len(out) > 1:  # the sum is known behind the call alone
-            visit(name, "input", View((out[1],), tokens))
+            visit(name, "input", View((out[1],), count))
         if out:
-            visit(name, "output", View((out[0],), tokens))
+            parts = _by_head(out[0], module.config) if name.endswith(".linear_qkv") else (out[0],)
+            bias = next((tensor for tensor in told if tensor is getattr(module, "bias", None)), None)
+            visit(name, "output", View(parts, count, bias))
         return result
 
-    return forward
+    return watching
 
 
-def _watching_logits(call: Callable[..., Any], visit: Visit) -> Callable[..., Any]:
-    """SGLang's function from hidden states to logits: of some tokens at a time, all in all of each."""
-
-    def get_logits(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        visit(HEAD, "input", View((hidden_states,), len(hidden_states)))
-        logits = call(hidden_states, *args, **kwargs)
-        visit(HEAD, "output", View((logits,), len(logits)))
-        return logits
-
-    return get_logits
+def _by_head(rows: Tensor, config: Any) -> tuple[Tensor, ...]:
+    """All queries, keys and values; megatron-core has a group's queries, its key and its value next to each other."""
+    groups = rows.unflatten(-1, (config.num_query_groups, -1, config.kv_channels))
+    return groups[..., :-2, :], groups[..., -2:-1, :], groups[..., -1:, :]
 
 
-@contextmanager
-def _attention_function(model: nn.Module, names: Mapping[Any, str], tokens: int, visit: Visit) -> Iterator[None]:
-    """Watch the function that a model of transformers computes its attention with."""
-    transformers = sys.modules.get("transformers.modeling_utils")
-    chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    functions = getattr(transformers, "ALL_ATTENTION_FUNCTIONS", {})
-    if chosen not in functions:
-        yield
-        return
-    call = functions[chosen]
+def _watching_choice(router: str, call: Call, visit: Visit) -> Call:
+    """megatron-core's function from a router's logits to each expert's share and whether it is chosen."""
+
+    def routing(*args: Any, **kwargs: Any) -> Any:
+        shares, chosen = call(*args, **kwargs)
+        visit(f"{router.removesuffix('router')}experts", "routing", Routing(chosen, shares, shares.shape[-1]))
+        return shares, chosen
+
+    return routing
+
+
+def _watching_attention(names: Mapping[Any, str], call: Call, tokens: int, visit: Visit) -> Call:
+    """The function that a model of transformers computes its attention with."""
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        name = names.get(module)
+        name = f"{names.get(module)}.attention"
         length = query.shape[2]  # keys and values of a cache are before it
         heads = tuple(part[:, :, -length:].transpose(1, 2) for part in (query, key, value))
-        seen = name is not None and all(_is_rows(part, tokens) for part in heads)
-        if seen:
-            visit(f"{name}{ATTENTION}", "input", View(heads, tokens))
+        visit(name, "input", View(heads, tokens))
         result = call(module, query, key, value, *args, **kwargs)
-        if seen:
-            visit(f"{name}{ATTENTION}", "output", View((result[0],), tokens))
+        visit(name, "output", View((result[0],), tokens))
         return result
 
-    functions[chosen] = attention
-    try:
-        yield
-    finally:
-        functions[chosen] = call
+    return attention
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -240,20 +253,6 @@ class Recorder:
     def values(self) -> dict[Tap, Tensor]:
         """In the order of execution, without modules that were called twice: only the head takes tokens in parts."""
         return {tap: torch.cat(parts) for tap, parts in self._seen.items() if tap[0] == HEAD or len(parts) == 1}
-
-
-def record(model: nn.Module, ids: list[int], call: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Capture:
-    """One forward pass of a model in this process. call: [1, T] ids to [1, T, V] logits. dtype: of the digests."""
-    recorder = Recorder()
-    with torch.no_grad(), watched(model, len(ids), recorder):
-        logits = call(torch.tensor([ids]))[0]
-    return Capture(ids, describe(model, dtype), recorder.values(), log_probs_of(logits, ids))
-
-
-def log_probs_of(logits: Tensor, ids: list[int]) -> Tensor:
-    """[T - 1] float64 log-probs of ids[1:] under [T, V] logits."""
-    wanted = torch.tensor(ids[1:], device=logits.device)[:, None]
-    return logits[:-1].float().log_softmax(-1).gather(1, wanted)[:, 0].double().cpu()
 
 
 def row_hashes(values: Tensor) -> list[str]:

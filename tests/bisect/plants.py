@@ -1,45 +1,38 @@
-"""Tiny models of three families, and twelve faults of one module each, planted on the trainer's side."""
+"""Tiny models of three families, and faults of one module each, planted on the trainer's side."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from functools import reduce
+from types import FunctionType
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mismatch_plugin.bisect.engines import Trainer
 from mismatch_plugin.sglang.modules import Which
 
 Family = Literal["llama", "qwen3", "qwen3_moe"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
+DENSE, MOE = FAMILIES[:2], FAMILIES[2:]
 VOCAB = 256
 IDS = [5 + (7 * place * place + place) % 240 for place in range(48)]
-_FP8_KEYS = "sdpa_of_fp8_keys"
 
 
 def tiny(family: Family, seed: int) -> Any:
     """Three layers, biases in the attention. Llama's norms are all ones, as in a fresh model."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    kinds: dict[Family, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}
-    shape: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": family != "qwen3_moe",  # whose head SGLang leaves at zero if it is tied
-        "attention_bias": True,
-        "initializer_range": 0.2,
-    }
-    if family == "qwen3_moe":
+    shape: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "attention_bias": True}
+    shape |= {"max_position_embeddings": 512, "initializer_range": 0.2}
+    shape |= {"tie_word_embeddings": family in DENSE}  # SGLang leaves the other's head at zero if it is tied
+    if family in MOE:
         shape |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
     torch.manual_seed(seed)
-    model: Any = AutoModelForCausalLM.from_config(kinds[family](**shape), attn_implementation="sdpa")
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape), attn_implementation="sdpa")
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or (parameter.dim() == 1 and family != "llama"):
             parameter.data += 0.1 * torch.randn_like(parameter)
@@ -53,126 +46,82 @@ def trainer_of(model: Any, dtype: torch.dtype = torch.float32) -> Trainer:
     return Trainer(model, lambda ids: model(ids, use_cache=False).logits)
 
 
-def _layer(model: Any) -> Any:
-    return model.model.layers[1]
+def build(family: Any) -> list[nn.Module]:
+    """For `--megatron`: the same model as megatron-core's, in a list and wrapped, as its trainers hold it."""
+    from examples.megatron_core.from_hugging_face import of
 
-
-def _transposed(model: Any) -> None:
-    projection = _layer(model).self_attn.o_proj
-    projection.weight.data = projection.weight.data.T.contiguous()
-
-
-def _rope_base(model: Any) -> None:
-    rotary = model.model.rotary_emb
-    width = len(rotary.inv_freq)
-    rotary.inv_freq = 5e4 ** -(torch.arange(width) / width)
-
-
-def _eps(model: Any) -> None:
-    _layer(model).post_attention_layernorm.variance_epsilon = 1e-3
-
-
-def _scale(model: Any) -> None:
-    _layer(model).self_attn.scaling *= 1.1
-
-
-def _dropout(model: Any) -> None:
-    attention = _layer(model).self_attn
-    attention.training, attention.attention_dropout = True, 0.1
-
-
-def _fp8_keys(model: Any) -> None:
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    call = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if module.layer_idx == 1:
-            key, value = (kept.to(torch.float8_e4m3fn).to(kept.dtype) for kept in (key, value))
-        return call(module, query, key, value, *args, **kwargs)
-
-    ALL_ATTENTION_FUNCTIONS.register(_FP8_KEYS, attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(_FP8_KEYS, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    model.config._attn_implementation = _FP8_KEYS
-
-
-def _router_order(model: Any) -> None:
-    gate = _layer(model).mlp.gate
-    call = gate.forward
-
-    def forward(hidden: Tensor) -> Any:
-        logits, shares, ids = call(hidden)
-        return logits, shares.flip(-1), ids
-
-    gate.forward = forward
-
-
-def _gate_and_up(model: Any) -> None:
-    mlp = _layer(model).mlp
-    mlp.gate_proj.weight.data, mlp.up_proj.weight.data = mlp.up_proj.weight.data, mlp.gate_proj.weight.data
-
-
-def _untied(model: Any) -> None:
-    weight = model.lm_head.weight.data
-    model.lm_head.weight = torch.nn.Parameter(weight + 0.02 * torch.randn_like(weight), requires_grad=False)
-
-
-def _activation(model: Any) -> None:
-    mlp = _layer(model).mlp
-    (mlp if hasattr(mlp, "act_fn") else mlp.experts).act_fn = torch.nn.GELU()
-
-
-def _packed_neighbours(model: Any) -> None:
-    """Tokens of the second half do not see the first, as if they were another sequence."""
-    attention = _layer(model).self_attn
-    call = attention.forward
-
-    def forward(hidden_states: Tensor, **kwargs: Any) -> Any:
-        places = torch.arange(hidden_states.shape[1])
-        half = len(places) // 2
-        sees = (places[:, None] >= places) & ((places[:, None] < half) == (places < half))
-        return call(hidden_states, **{**kwargs, "attention_mask": sees[None, None]})
-
-    attention.forward = forward
-
-
-def _bf16_norm(model: Any) -> None:
-    norm = _layer(model).input_layernorm
-    call = norm.forward
-    norm.forward = lambda hidden: call(hidden).bfloat16().to(hidden.dtype)
-
-
-def _no_bias(model: Any) -> None:
-    _layer(model).self_attn.q_proj.bias = None
+    return [nn.DataParallel(of(tiny(family, 0)))]
 
 
 class Fault(NamedTuple):
-    """plant: changes the model. module, which: where it must be found; says: in the verdict's words."""
+    """Where it must be found, and what is said. changes: attribute → its new value, or a function of the old one."""
 
-    plant: Callable[[Any], None]
     module: str
     which: Which
     says: str
+    changes: Mapping[str, Any]
     families: tuple[Family, ...] = FAMILIES
 
+    def plant(self, model: Any) -> None:
+        for path, change in self.changes.items():
+            *owners, name = path.split(".")
+            owner = reduce(getattr, owners, model)
+            setattr(owner, name, change(getattr(owner, name)) if isinstance(change, FunctionType) else change)
 
-_AT = "model.layers.1."
-_ATTENTION = f"{_AT}self_attn.attention"
-_DENSE: tuple[Family, ...] = ("llama", "qwen3")
-FAULTS: dict[str, Fault] = {
-    "transposed projection": Fault(_transposed, f"{_AT}self_attn.o_proj", "output", ""),
-    "RoPE base": Fault(_rope_base, "model.layers.0.self_attn.attention", "input", "RoPE"),
-    "eps": Fault(_eps, f"{_AT}post_attention_layernorm", "output", "norm"),
-    "scale": Fault(_scale, _ATTENTION, "output", "scale"),
-    "dropout": Fault(_dropout, _ATTENTION, "output", "dropout"),
-    "fp8 keys and values": Fault(_fp8_keys, _ATTENTION, "output", "keys and values"),
-    "router order": Fault(_router_order, f"{_AT}mlp.experts", "routing", "choice of experts", ("qwen3_moe",)),
-    "gate and up": Fault(_gate_and_up, f"{_AT}mlp.gate_proj", "output", "gate and up", _DENSE),
-    "head not tied": Fault(_untied, "lm_head", "output", "other values in its weight"),
-    "activation": Fault(_activation, f"{_AT}mlp.down_proj", "input", "activation", _DENSE),
-    "activation of experts": Fault(_activation, f"{_AT}mlp.experts", "output", "", ("qwen3_moe",)),
-    "packed neighbours": Fault(_packed_neighbours, _ATTENTION, "output", "mask"),
-    "bf16 norm": Fault(_bf16_norm, f"{_AT}input_layernorm", "output", "norm"),
-    "no bias": Fault(_no_bias, f"{_AT}self_attn.q_proj", "output", "q_proj has no bias"),
+
+class _Fp8Cache:
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> list[Tensor]:
+        return [kept.to(torch.float8_e4m3fn).to(kept.dtype) for kept in (keys, values)]
+
+
+def _cached(call: Any) -> Any:
+    return lambda **given: call(**{**given, "cache": _Fp8Cache()})
+
+
+def _packed(call: Any) -> Any:
+    """Tokens of the second half do not see the first, as if they were another sequence."""
+    places = torch.arange(len(IDS))
+    sees = (places[:, None] >= places) & (places[:, None] // 24 == places // 24)
+    return lambda **given: call(**{**given, "attention_mask": sees[None, None]})
+
+
+_BASE = 5e4 ** -(torch.arange(8) / 8)
+_ATTENTION, _MLP, _IN = "model.layers.1.self_attn", "model.layers.1.mlp", "model.layers.1.input_layernorm"
+_CORE, _PROJ, _NORM = f"{_ATTENTION}.attention", f"{_ATTENTION}.o_proj", "model.layers.1.post_attention_layernorm"
+_DROPOUT = {f"{_ATTENTION}.training": True, f"{_ATTENTION}.attention_dropout": 0.1}
+FAULTS = {
+    "transposed": Fault(_PROJ, "output", "projection", {f"{_PROJ}.weight.data": lambda weight: weight.T}),
+    "RoPE base": Fault("model.layers.0.self_attn.attention", "input", "RoPE", {"model.rotary_emb.inv_freq": _BASE}),
+    "eps": Fault(_NORM, "output", "eps", {f"{_NORM}.variance_epsilon": 1e-3}),
+    "scale": Fault(_CORE, "output", "scale", {f"{_ATTENTION}.scaling": 0.275}),
+    "dropout": Fault(_CORE, "output", "dropout", _DROPOUT),
+    "fp8 cache": Fault(_CORE, "input", "cache", {f"{_ATTENTION}.forward": _cached}),
+    "router order": Fault(f"{_MLP}.experts", "routing", "top-k", {f"{_MLP}.gate.norm_topk_prob": False}, MOE),
+    "head not tied": Fault("lm_head", "output", "other values", {"lm_head.weight": lambda own: nn.Parameter(2 * own)}),
+    "activation": Fault(f"{_MLP}.down_proj", "input", "activation", {f"{_MLP}.act_fn": nn.GELU()}, DENSE),
+    "expert activation": Fault(f"{_MLP}.experts", "output", "", {f"{_MLP}.experts.act_fn": nn.GELU()}, MOE),
+    "packed neighbours": Fault(_CORE, "output", "mask", {f"{_ATTENTION}.forward": _packed}),
+    "bf16 norm": Fault(_IN, "output", "norm", {f"{_IN}.forward": lambda call: lambda x: call(x).bfloat16().to(x)}),
+    "no bias": Fault(f"{_ATTENTION}.q_proj", "output", "q_proj has no bias", {f"{_ATTENTION}.q_proj.bias": None}),
+}
+
+_ATTENTION, _MLP = "decoder.layers.1.self_attention", "decoder.layers.0.mlp"
+_NORM = "decoder.layers.1.pre_mlp_layernorm"
+_CORE, _QKV, _PROJ = f"{_ATTENTION}.core_attention", f"{_ATTENTION}.linear_qkv", f"{_ATTENTION}.linear_proj"
+_BY_HEAD = torch.arange(128).view(2, 4, 16).transpose(0, 1).flatten()  # not a group's queries, key and value together
+_OWN_HEAD = {"share_embeddings_and_output_weights": False, "output_layer.weight": lambda own: nn.Parameter(1.1 * own)}
+_GELU, _EARLY = {"config.activation_func": F.gelu}, {"config.moe_router_pre_softmax": True}  # of all layers
+_EXPERT = f"{_MLP}.experts.local_experts.0.config.activation_func"
+MEGATRON_FAULTS = {
+    "transposed": Fault(_PROJ, "output", "projection", {f"{_PROJ}.weight.data": lambda weight: weight.T}),
+    "rows by head": Fault(_QKV, "output", "keys", {f"{_QKV}.weight.data": lambda own: own[_BY_HEAD]}),
+    "no bias": Fault(_QKV, "output", "linear_qkv has no bias", {f"{_QKV}.bias": None}),
+    "no bias behind": Fault(_PROJ, "output", "linear_proj has no bias", {f"{_PROJ}.bias": None}),
+    "RoPE": Fault(_CORE.replace("1", "0"), "input", "RoPE", {"rotary_pos_emb.inv_freq": _BASE}),
+    "eps": Fault(_NORM, "output", "eps", {f"{_NORM}.eps": 1e-3}),
+    "scale": Fault(_CORE, "output", "scale", {f"{_CORE}.softmax_scale": 0.275}),
+    "head not tied": Fault("output_layer", "output", "other values", _OWN_HEAD),
+    "activation": Fault(f"{_MLP}.linear_fc2", "input", "activation", _GELU, DENSE),
+    "router order": Fault(f"{_MLP}.experts", "routing", "top-k", _EARLY, MOE),
+    "expert activation": Fault(f"{_MLP}.experts", "output", "experts", {_EXPERT: F.gelu}, MOE),
 }

@@ -1,179 +1,203 @@
-"""Planted faults are named and clean pairs are not; a model of transformers stands for the server."""
+"""Planted faults are named and clean pairs are not. megatron-core stands for the server: it fuses as SGLang does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import DynamicCache
+from typer.testing import CliRunner
 
-from mismatch_plugin.bisect.engines import Engine, Trainer
-from mismatch_plugin.bisect.verdict import Verdict, bisect
+from mismatch_plugin.bisect.certify import Run, Served, certify, check
+from mismatch_plugin.bisect.command import drawn
+from mismatch_plugin.bisect.engines import Engine, Trainer, from_megatron
+from mismatch_plugin.bisect.verdict import bisect
+from mismatch_plugin.cli import app
 from mismatch_plugin.data.read import InputError
-from mismatch_plugin.sglang.modules import Capture, pack, record, unpack
-from tests.bisect.plants import FAMILIES, FAULTS, IDS, Family, tiny, trainer_of
+from mismatch_plugin.sglang.fingerprints import digests, fingerprint
+from mismatch_plugin.sglang.modules import Recorder, describe, row_hashes, watched
+from tests.bisect.plants import FAMILIES, FAULTS, IDS, MEGATRON_FAULTS, MOE, VOCAB, Family, tiny, trainer_of
 
-FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
-FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
-
-
-def fused(name: str) -> str:
-    stem, _, leaf = name.rpartition(".")
-    return f"{stem}.{FUSED[leaf]}" if leaf in FUSED else name
+PROMPTS = drawn(VOCAB, 2, 12)
+WHEN = {"batch": lambda x: len(x) > 1, "chunked": lambda x: x.shape[1] == 8, "decode": lambda x: x.shape[1] == 1}
+SPLIT = "from types import SimpleNamespace as S\nparts = S(num_query_groups=1, pipeline_model_parallel_size=2)\n"
 
 
-def served(trainer: Trainer, dtype: torch.dtype = torch.float32) -> Capture:
-    """What a server with this model tells, through the form in which it is sent: it fuses."""
-    own = record(trainer.model, IDS, trainer.call, dtype)
-    found = Capture(IDS, {}, {}, own.log_probs)
-    parts: dict[str, list[str]] = {}
-    for name in own.modules:
-        parts.setdefault(fused(name), []).append(name)
-    for whole, names in parts.items():
-        leaves = own.modules[names[0]]
-        found.modules[whole] = {leaf: sum(own.modules[name][leaf] for name in names) % 2**64 for leaf in leaves}
-    by_place = sorted(
-        own.values, key=lambda tap: tap[0].endswith(("k_proj", "up_proj")) + 2 * tap[0].endswith("v_proj")
-    )
-    outputs = {
-        name: [own.values[tap] for tap in by_place if fused(tap[0]) == name and tap[1] == "output"] for name in parts
-    }
-    for (name, which), value in own.values.items():
-        joined = which == "output" and name in own.modules
-        found.values.setdefault((fused(name), which), torch.cat(outputs[fused(name)], -1) if joined else value)
-    found.values = unpack(pack(found.values))
-    return found
-
-
-def verdict(family: Family, change: Callable[[Any], None], seed: int = 0) -> Verdict:
-    model = tiny(family, seed)
-    change(model)
-    return bisect(trainer_of(model), served(trainer_of(tiny(family, seed))), torch.float32)
+def megatron(family: Family, dtype: torch.dtype = torch.float32) -> Trainer:
+    return from_megatron("tests.bisect.plants:build", Path(family), dtype, VOCAB)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_planted_faults_are_named_and_explain_the_gap(family: Family) -> None:
-    faults = {name: fault for name, fault in FAULTS.items() if family in fault.families}
-    assert len(faults) == 12
-    for name, fault in faults.items():
-        found = verdict(family, fault.plant)
-        first = found.first
-        assert first is not None, name
-        assert (first.module, first.which) == (fault.module, fault.which), name
-        assert fault.says in f"{first.what} {first.why}", name
-        assert first.ratio > 10 * first.allowed and first.ulp > 8, name
-        assert found.explained > 0.9 and found.gap > 0, name
-        assert sum(step.part or 0 for step in found.jumps) == pytest.approx(found.explained), name
-        if name not in ("RoPE base", "gate and up"):  # of all layers, of two modules
-            assert len(found.jumps) == 1 and first.part is not None and first.part > 0.9, name
-
-
-def _exact(model: Any) -> None:
-    """Each product of matrices is summed in float64 and rounded once, as kernels of another order might."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            bias = module.bias
-
-            def forward(input: Tensor, weight: Tensor = module.weight, bias: Tensor | None = bias) -> Tensor:
-                wide = F.linear(input.double(), weight.double(), None if bias is None else bias.double())
-                return wide.to(input.dtype)
-
-            module.forward = forward
-
-
-def _eager(model: Any) -> None:
-    model.config._attn_implementation = "eager"
+    theirs = megatron(family).capture(IDS, torch.float32)
+    for table in (FAULTS, MEGATRON_FAULTS):
+        faults = [fault for fault in table.values() if family in fault.families]
+        assert len(faults) == {"qwen3_moe": 12}.get(family, 11) - 2 * (table is MEGATRON_FAULTS)
+        for fault in faults:
+            trainer = trainer_of(tiny(family, 0)) if table is FAULTS else megatron(family)
+            fault.plant(trainer.model)
+            found = bisect(trainer, theirs, torch.float32)
+            first = found.jumps[0]
+            assert (first.module, first.which) == (fault.module, fault.which), fault
+            assert fault.says in f"{first.what} {first.why}" and first.ratio > 10 * first.allowed, fault
+            assert found.explained > 0.9 and found.gap > 0, fault
+            assert len(found.jumps) == 1 or ".layers.0." in first.module, fault  # which is a fault of all layers
+    with pytest.raises(InputError, match=r"\d+ of \d+ modules have other weights .* model\.embed_tokens among them"):
+        bisect(trainer_of(tiny(family, 1)), theirs, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_clean_pairs_are_silent(family: Family, dtype: torch.dtype) -> None:
-    """24 pairs: other orders of additions, another attention, and routers whose experts nearly tie."""
-    differ = 0
-    for seed in (1, 2):
-        for kernels in (_exact, _eager):
-            other = tiny(family, seed)
-            kernels(other)
-            theirs = served(trainer_of(other, dtype), dtype)
-            found = bisect(trainer_of(tiny(family, seed), dtype), theirs, dtype)
-            assert not found.jumps, (seed, kernels, found.jumps)
-            assert found.watched > 50 and not (found.unpaired and kernels is _exact)
-            assert found.largest[0].ratio < found.largest[0].allowed / 2
-            differ += found.largest[0].ratio > 0
-    assert differ
-
-
-def test_other_weights_are_refused() -> None:
-    with pytest.raises(InputError, match=r"14 of 21 modules have other weights .* model\.embed_tokens among them"):
-        bisect(trainer_of(tiny("llama", 1)), served(trainer_of(tiny("llama", 0))), torch.float32)
-
-
-def test_weights_of_one_module_that_did_not_arrive() -> None:
-    def change(model: Any) -> None:
-        model.model.layers[2].mlp.down_proj.weight.data[3, 5] += 0.5
-
-    found = verdict("qwen3", change)
-    assert found.first is not None and found.first.module == "model.layers.2.mlp.down_proj"
-    assert found.first.why == "other values in its weight" and found.explained > 0.9
+def test_clean_pairs_are_silent(family: Family, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """24 pairs: a fused engine, one whose vocabulary is padded, other orders of additions, another attention."""
+    theirs, padded = megatron(family, dtype), megatron(family, dtype)
+    head: Any = padded.model.output_layer
+    head.weight = nn.Parameter(F.pad(head.weight, (0, 0, 0, 64 * (family in MOE))))
+    eager = tiny(family, 0)
+    eager.config._attn_implementation = "eager"
+    captured = [theirs.capture(IDS, dtype), trainer_of(eager, dtype).capture(IDS, dtype)]
+    monkeypatch.setattr(F, "linear", lambda x, w, b=None: (x.double() @ w.double().T + (0 if b is None else b)).to(x))
+    captured.append(trainer_of(tiny(family, 0), dtype).capture(IDS, dtype))
+    monkeypatch.undo()
+    found = [bisect(trainer_of(tiny(family, 0), dtype), server, dtype) for server in captured]
+    found.append(bisect(padded, captured[0], dtype))
+    for one in found:
+        assert not one.jumps and not one.unpaired and one.watched > 45
+        assert one.largest[0].ratio < one.largest[0].allowed / 2
+    assert any(one.largest[0].ratio for one in found)
 
 
 def test_other_experts_that_nearly_tie_are_no_fault_and_others_are() -> None:
     """Of two experts with the same router weights either may be chosen; the model computes something else then."""
-    model = tiny("qwen3_moe", 0)
-    gate = model.model.layers[1].mlp.gate
+    trainer = trainer_of(tiny("qwen3_moe", 0))
+    gate: Any = trainer.model.get_submodule("model.layers.1.mlp.gate")
     gate.weight.data[5] = gate.weight.data[2]
-    theirs = served(trainer_of(model))
-    call = gate.forward
+    theirs, call = trainer.capture(IDS, torch.float32), gate.forward
 
-    def forward(hidden: Tensor, first: int = 2, second: int = 5) -> Any:
+    def exchanged(hidden: Tensor, other: int) -> Any:
         logits, shares, ids = call(hidden)
-        return logits, shares, torch.where(ids == first, second, torch.where(ids == second, first, ids))
+        return logits, shares, torch.where(ids == 2, other, torch.where(ids == other, 2, ids))
 
-    gate.forward = forward
-    found = bisect(trainer_of(model), theirs, torch.float32)
+    gate.forward = lambda hidden: exchanged(hidden, 5)
+    found = bisect(trainer, theirs, torch.float32)
     assert found.gap > 1e-3 and not found.jumps
-    gate.forward = lambda hidden: forward(hidden, 2, 3)
-    first = bisect(trainer_of(model), theirs, torch.float32).first
-    assert first is not None and (first.module, first.which) == ("model.layers.1.mlp.experts", "routing")
+    gate.forward = lambda hidden: exchanged(hidden, 3)
+    first = bisect(trainer, theirs, torch.float32).jumps[0]
+    assert (first.module, first.which) == ("model.layers.1.mlp.experts", "routing")
+    gate.forward = lambda hidden: [value / 0 for value in call(hidden)[:2]] + [call(hidden)[2]]  # nothing is finite
+    assert bisect(trainer, theirs, torch.float32).jumps[0].module == "model.layers.1.mlp.gate"
 
 
-def test_numbers_that_are_not_finite_are_a_difference() -> None:
-    def change(model: Any) -> None:
-        norm = model.model.layers[1].input_layernorm
-        norm.forward = lambda hidden: hidden / 0 * 0
+class Local(Served):
+    """A transformers model in place of a server; of more than `chunk` tokens the last sequence is computed in parts."""
 
-    found = verdict("llama", change)
-    assert found.first is not None and found.first.module == "model.layers.1.input_layernorm"
+    def __init__(self, model: Any, chunk: int = 64) -> None:
+        self.model, self.vocab, self._chunk, self._folder, self.name = model, VOCAB, chunk, "same", "local"
+        weights = fingerprint(digests(model.named_parameters()))
+        self._engine: Any = SimpleNamespace(update=lambda folder: None, facts=lambda: {"fingerprint": weights})
+
+    def _runs(self, sequences: Sequence[list[int]], tokens: int = 0) -> list[Run]:
+        length = len(sequences[0])
+        if len(sequences) * length <= self._chunk:
+            return self._computed(sequences, [length, *[1] * (tokens - 1)])
+        return self._computed(sequences[:1], [length]) + self._computed(sequences[1:], [4, length - 4])
+
+    def _computed(self, sequences: Sequence[list[int]], parts: list[int]) -> list[Run]:
+        cache, ids, start, logits = DynamicCache(), torch.tensor([*sequences]), 0, torch.empty(0)
+        hashes: list[dict[str, list[str]]] = [{} for _ in sequences]
+        for size in parts:
+            if start == ids.shape[1]:
+                ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+            recorder = Recorder()
+            with torch.no_grad(), watched(self.model, size * len(ids), recorder):
+                logits = self.model(ids[:, start : start + size], cache=cache).logits
+            for (name, which), value in recorder.values().items():
+                for own, rows in zip(hashes, value.split(size), strict=True):
+                    own.setdefault(f"{name} {which}", []).extend(row_hashes(rows))
+            start += size
+        return [Run(row.tolist(), own, [(n, len(ids)) for n in parts]) for row, own in zip(ids, hashes, strict=True)]
 
 
-class Told(Engine):
-    """Says of itself what the test gives it."""
+def one_ulp(model: Any, name: str, when: Any = lambda rows: True) -> Any:
+    """The last element of the first row of what the module gives is the next number."""
+    module = model.get_submodule(name)
+    call = module.forward
 
-    def __init__(self, info: dict[str, Any], reply: dict[str, Any] | None = None) -> None:
-        super().__init__("http://127.0.0.1:1")
-        self._replies = {"/server_info": {"internal_states": [{"mismatch_plugin": info}] if info else []}}
-        self._replies["/generate"] = [{"meta_info": reply or {}}]  # type: ignore[assignment]
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = call(*args, **kwargs)
+        rows = out[0] if isinstance(out, tuple) else out
+        if when(rows):
+            rows[..., 0, -1] = rows[..., 0, -1].nextafter(torch.tensor(torch.inf))
+        return out
 
-    def _ask(self, method: str, path: str, body: Any) -> Any:
-        return self._replies[path]
+    module.forward = forward
+    return model
 
 
-@pytest.mark.parametrize(
-    ("info", "reply", "says"),
-    [
-        ({}, None, "runs without this plugin"),
-        ({"tp_size": 2}, None, "tp_size 2: under tensor parallelism each rank holds a part"),
-        ({"pp_size": 4}, None, "pp_size 4"),
-        ({"quantization": "fp8"}, None, "serves with quantization fp8"),
+def test_one_ulp_in_any_operation_is_placed() -> None:
+    certificate = certify(Local(tiny("qwen3_moe", 0)), PROMPTS)
+    names = [*describe(tiny("qwen3_moe", 0))][::3]
+    assert len(names) > 10 and len(certificate.model_dump_json()) < 40_000
+    for name in names:
+        place = dict(check(certificate, Local(one_ulp(tiny("qwen3_moe", 0), name))))["alone"]
+        assert not isinstance(place, str) and place.tap == f"{name} output"
+
+
+def test_what_depends_on_how_it_is_computed_is_placed() -> None:
+    for condition, when in WHEN.items():
+        engine = Local(one_ulp(tiny("llama", 0), "model.embed_tokens", when), 16 if condition == "chunked" else 64)
+        certificate = certify(engine, PROMPTS)
+        differs = {one.condition: one.differs for one in certificate.results}
+        place = differs[condition]
+        assert place is not None and place.tap == "model.embed_tokens output" and not certificate.zero
+        assert differs["again"] is None and differs["update"] is None
+
+
+def test_the_command_certifies_and_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for seed, words, code, says in (
+        (0, "--check zero.json", 2, "zero.json is no certificate of `mismatch-plugin certify`"),
+        (0, "--tokens 12", 1, "chunked  not run: all of them are fewer tokens than the 64"),
+        (0, "--check certificate.json", 0, "All bits are those of the certificate."),
+        (1, "--check certificate.json", 2, "the certificate is of weights"),
+    ):
+        monkeypatch.setattr("mismatch_plugin.bisect.certify.Served", lambda *_, seed=seed: Local(tiny("llama", seed)))
+        result = CliRunner().invoke(app, ["certify", "--url", "http://127.0.0.1:1", *words.split()])
+        assert result.exit_code == code and says in result.output, result.output
+
+
+def test_what_is_no_whole_megatron_model_is_refused(tmp_path: Path) -> None:
+    for text, says in (
+        ("", "wants FILE.py:FUNCTION or MODULE:FUNCTION: 'build'"),
+        ("def build(folder): return {}", "returned dict, and no GPTModel"),
+        (f"{SPLIT}def build(folder): return S(config=parts)", "pipeline parallelism of 2 spreads a module over ranks"),
+    ):
+        (tmp_path / "model.py").write_text(text)
+        with pytest.raises(InputError, match=says):
+            from_megatron(f"{tmp_path}/model.py:build", tmp_path, torch.float32, VOCAB)
+
+
+def test_servers_that_cannot_be_watched_are_refused() -> None:
+    engine: Any = Engine("http://127.0.0.1:1")
+    with pytest.raises(InputError, match="does not answer"):
+        engine.facts()
+    for info, reply, says in (
+        ({}, {}, "runs without this plugin"),
+        ({"tp_size": 2}, {}, "tp_size 2: under tensor parallelism each rank holds a part"),
+        ({"quantization": "fp8"}, {}, "serves with quantization fp8"),
         ({"tp_size": 1}, {}, "the plugin there is too old, or off"),
         ({"tp_size": 1}, {"mismatch_taps": [{"error": "requests of others"}]}, "cannot be watched: requests of others"),
-    ],
-)
-def test_servers_that_cannot_be_watched_are_refused(info: dict[str, Any], reply: Any, says: str) -> None:
-    with pytest.raises(InputError, match=says):
-        Told(info, reply).facts()
-    with pytest.raises(InputError, match="does not answer"):
-        Engine("http://127.0.0.1:1").facts()
+    ):
+        server = {"internal_states": [{"mismatch_plugin": info}] if info else [], "message": "no such folder"}
+        answers = {"/generate": [{"meta_info": reply}]}
+        engine._ask = lambda method, path, body, answers=answers, server=server: answers.get(path, server)
+        with pytest.raises(InputError, match=says):
+            engine.facts()
+    with pytest.raises(InputError, match="did not load x: no such folder"):
+        engine.update("x")

@@ -14,13 +14,14 @@ import torch
 from typer.testing import CliRunner
 
 from examples.sglang_server import CpuServer, start_cpu_server
-from mismatch_plugin.bisect.engines import Engine, from_checkpoint
+from mismatch_plugin.bisect.engines import Engine, Trainer, from_checkpoint, from_megatron
 from mismatch_plugin.bisect.verdict import bisect
 from mismatch_plugin.cli import app
 from mismatch_plugin.data.read import InputError
-from tests.bisect.plants import FAMILIES, FAULTS, IDS, Family, tiny
+from tests.bisect.plants import FAMILIES, FAULTS, IDS, MEGATRON_FAULTS, VOCAB, Family, tiny
 
 CHUNK = 64
+MEGATRON = "examples/megatron_core/from_hugging_face.py:build"
 SERVERS: dict[str, tuple[Family, Any]] = {
     **{family: (family, "float32") for family in FAMILIES},
     "qwen3 in bfloat16": ("qwen3", "bfloat16"),
@@ -52,25 +53,32 @@ def test_faults_are_named_and_explain_the_gap(
     family: Family, folders: dict[Family, Path], servers: dict[str, CpuServer]
 ) -> None:
     theirs = Engine(servers[family].url).capture(IDS)
-    clean = bisect(from_checkpoint(folders[family], torch.float32), theirs, torch.float32)
-    assert not clean.jumps and clean.watched > 60 and not clean.unpaired
-    assert clean.largest[0].ratio < clean.largest[0].allowed / 2
-    for name, fault in FAULTS.items():
-        if family in fault.families:
-            trainer = from_checkpoint(folders[family], torch.float32)
-            fault.plant(trainer.model)
-            found = bisect(trainer, theirs, torch.float32)
-            first = found.first
-            assert first is not None, name
-            assert (first.module, first.which) == (fault.module, fault.which), name
-            assert fault.says in f"{first.what} {first.why}" and found.explained > 0.9, name
+    for table in (FAULTS, MEGATRON_FAULTS):
+        clean = bisect(trainer(table, family, folders), theirs, torch.float32)
+        assert not clean.jumps and clean.watched > 45 and not clean.unpaired
+        assert clean.largest[0].ratio < clean.largest[0].allowed / 2
+        for fault in (fault for fault in table.values() if family in fault.families):
+            planted = trainer(table, family, folders)
+            fault.plant(planted.model)
+            found = bisect(planted, theirs, torch.float32)
+            first = found.jumps[0]
+            assert (first.module, first.which) == (fault.module, fault.which), fault
+            assert fault.says in f"{first.what} {first.why}" and found.explained > 0.9, fault
+
+
+def trainer(table: Any, family: Family, folders: dict[Family, Path], dtype: torch.dtype = torch.float32) -> Trainer:
+    """A model of transformers for FAULTS, else one of megatron-core."""
+    if table is FAULTS:
+        return from_checkpoint(folders[family], dtype)
+    return from_megatron("tests.bisect.plants:build", Path(family), dtype, VOCAB)
 
 
 def test_rounding_is_no_fault(folders: dict[Family, Path], servers: dict[str, CpuServer]) -> None:
     theirs = Engine(servers["qwen3 in bfloat16"].url).capture(IDS)
-    found = bisect(from_checkpoint(folders["qwen3"], torch.bfloat16), theirs, torch.bfloat16)
-    assert not found.jumps and found.gap > 1e-3
-    assert 0 < found.largest[0].ratio < found.largest[0].allowed / 2
+    for table in (FAULTS, MEGATRON_FAULTS):
+        found = bisect(trainer(table, "qwen3", folders, torch.bfloat16), theirs, torch.bfloat16)
+        assert not found.jumps and found.gap > 1e-3
+        assert 0 < found.largest[0].ratio < found.largest[0].allowed / 2
 
 
 def run(*words: object) -> tuple[int, str]:
@@ -80,8 +88,13 @@ def run(*words: object) -> tuple[int, str]:
 
 def test_commands(folders: dict[Family, Path], servers: dict[str, CpuServer], tmp_path: Path) -> None:
     url, folder = servers["llama"].url, folders["llama"]
-    code, said = run("bisect", "--url", url, "--checkpoint", folder, "--tokens", CHUNK)
+    (tmp_path / "ids.json").write_text(json.dumps(IDS))
+    code, said = run("bisect", "--url", url, "--checkpoint", folder, "--ids", tmp_path / "ids.json")
     assert code == 0 and "No module differs by more" in said
+    code, said = run("bisect", "--url", url, "--checkpoint", folder, "--megatron", MEGATRON)
+    assert code == 0 and "No module differs by more" in said and "decoder.layers.0" in said
+    code, said = run("bisect", "--url", url, "--checkpoint", folder, "--ids", file := folder / "config.json")
+    assert code == 2 and f"--ids {file} wants a JSON list of at least two ids from 0 to {VOCAB - 1}" in said
     changed = tmp_path / "changed"
     model = tiny("llama", 0)
     model.config.rms_norm_eps = 1e-3
@@ -109,7 +122,7 @@ def test_certificates(folders: dict[Family, Path], servers: dict[str, CpuServer]
     told["results"][0]["tokens"][1][7] = "0" * 12
     file.write_text(json.dumps(told))
     code, said = run("certify", "--url", url, "--update", folders["llama"], "--check", file)
-    assert code == 1 and "differs first at lm_head output, sequence 1, token 7" in said, said
+    assert code == 1 and "differs first at lm_head output; its logits at sequence 1, token 7" in said, said
     code, said = run("certify", "--url", servers["qwen3"].url, "--check", file)
     assert code == 2 and "the certificate is of weights" in said
 

@@ -68,18 +68,12 @@ class Taps:
         values, self._recorder = self._recorder.values(), None
         if not values and not self._problem:
             self._problem = "no module's Python code ran: start the server with --disable-cuda-graph"
-        for (name, _), value in values.items():
-            if len(value) != sum(self._rows):
-                self._problem = (
-                    f"{name} has {len(value)} rows of {sum(self._rows)} tokens: ask with logprob_start_len 0"
-                )
         start = 0
         for req, count in zip(batch.reqs, self._rows, strict=True):
             kept = self._problem or getattr(req, _KEPT, {})
             if not isinstance(kept, str):
                 for tap, value in values.items():
-                    own = value[start : start + count]
-                    kept.setdefault(tap, []).append(own if own.is_meta else own.cpu())
+                    kept.setdefault(tap, []).append(value[start : start + count])
             setattr(req, _KEPT, kept)
             setattr(req, _FORWARDS, [*getattr(req, _FORWARDS, ()), [count, len(self._rows)]])
             start += count
