@@ -251,7 +251,7 @@ def test_what_contradicts_itself_is_named(tmp_path: Path, name: str, content: An
         ({"mask": MASKS, "logprobs": TRAIN}, "taken as the sampler's", False),
         ({"response_mask": MASKS, "response_masks": MASKS}, "response_masks: did you mean", False),
         ({"mask": MASKS, "response_masks": MASKS}, "response_masks: did you mean response_mask?", False),
-        ({"loss_mask": MASKS, "trainer_versoin": [3, 3]}, "trainer_versoin: did you mean trainer_weight_version?", True),
+        ({"loss_mask": MASKS, "trainer_versoin": [3, 3]}, "trainer_versoin: did you mean trainer_w", True),
     ],
 )  # fmt: skip
 def test_names_of_own_loops_are_understood_where_they_are_clear(
