@@ -142,22 +142,12 @@ def nemo_log(**changed: Any) -> list[dict[str, Any]]:
 def slime(**changed: Any) -> dict[str, Any]:
     """Of the rollout: slime's and miles' Sample.to_dict()."""
     samples = [
-        {
-            "group_index": 4,
-            "index": 7 + at,
-            "prompt": "text",
-            "tokens": WHOLE[at],
-            "response_length": len(RESPONSES[at]),
-            "reward": float(at),
-            "loss_mask": MASKS[at],
-            "weight_versions": ["5"],
-            "rollout_log_probs": ROLLOUT[at],
-            "status": ["completed", "truncated"][at],
-            "remove_sample": False,
-            "metadata": {"experts": np.arange(3, dtype=np.int32), "score": np.float32(1.5)},
-        }
+        {"group_index": 4, "index": 7 + at, "prompt": "text", "tokens": WHOLE[at], "reward": float(at),
+         "response_length": len(RESPONSES[at]), "loss_mask": MASKS[at], "weight_versions": ["5"],
+         "rollout_log_probs": ROLLOUT[at], "status": ["completed", "truncated"][at], "remove_sample": False,
+         "metadata": {"experts": np.arange(3, dtype=np.int32), "score": np.float32(1.5)}}
         for at in range(2)
-    ]
+    ]  # fmt: skip
     for name, values in changed.items():
         for sample, value in zip(samples, values, strict=True):
             sample[name] = value
@@ -166,21 +156,12 @@ def slime(**changed: Any) -> dict[str, Any]:
 
 def slime_train(order: tuple[int, ...] = (0, 1)) -> dict[str, Any]:
     samples = [
-        {
-            "data_parallel_rank": 0,
-            "sample_index": 7 + at,
-            "rollout_position": at,
-            "tokens": torch.tensor(WHOLE[at]),
-            "response_lengths": len(RESPONSES[at]),
-            "total_lengths": len(WHOLE[at]),
-            "loss_masks": torch.tensor(MASKS[at], dtype=torch.int),
-            "rollout_log_probs": torch.tensor(ROLLOUT[at]),
-            "log_probs": torch.tensor(TRAIN[at]),
-            "advantages": torch.tensor(EACH[at]),
-            "rewards": 0.7,
-        }
+        {"data_parallel_rank": 0, "sample_index": 7 + at, "rollout_position": at, "tokens": torch.tensor(WHOLE[at]),
+         "response_lengths": len(RESPONSES[at]), "total_lengths": len(WHOLE[at]), "rewards": 0.7,
+         "loss_masks": torch.tensor(MASKS[at], dtype=torch.int), "advantages": torch.tensor(EACH[at]),
+         "rollout_log_probs": torch.tensor(ROLLOUT[at]), "log_probs": torch.tensor(TRAIN[at])}
         for at in order
-    ]
+    ]  # fmt: skip
     return {"format_version": 2, "rollout_id": 3, "rank": 0, "samples": samples, "dp_shards": []}
 
 

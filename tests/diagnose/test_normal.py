@@ -1,131 +1,270 @@
-"""Whether a gap is called normal, by kind of pair, on levels that are and are not; and the gate."""
+"""How large a mismatch is said to be and whether that is normal: metrics of training, distribution, breakdowns, known
+pairs, gate; and what is left out of them."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from mismatch_plugin.core.gate import DEFAULT_GATE_KL
-from mismatch_plugin.diagnose.findings import Mismatch
-from mismatch_plugin.diagnose.normal import (
-    ENOUGH_TOKENS,
-    FAR_ABS_MEAN,
-    FAR_K3,
-    GATE_TOKENS,
-    KNOWN,
-    LOOSE,
-    MODERATE_K3,
-    SMALL_K3,
-    Hints,
-    Pair,
-    gate,
-    normal_table,
-    normality,
-    size_class,
-)
+import mismatch_plugin as mp
+from mismatch_plugin.data.served import Served
+from mismatch_plugin.data.versions import WeightSpan
+from tests.diagnose.door import NAN, RECORDS, inspect, noisy, run, samples_of, told, training_file
+
+FAR = ("--accept", "unexplained", "--accept", "unrelated", "--accept", "mixed_versions", "--accept", "staleness")
 
 
-def level(abs_mean: float, k3_kl: float, **more: Any) -> Mismatch:
-    about: dict[str, Any] = {"tokens": 10**5, "samples": 100, "kl": k3_kl, "abs_p50": abs_mean, "abs_p90": 2 * abs_mean}
-    about |= {"abs_p99": 3 * abs_mean, "abs_max": 5 * abs_mean, "correlation": 0.99, "effective_sample_size": 0.99}
-    return Mismatch(abs_mean=abs_mean, k3_kl=k3_kl, **{**about, **more})
+def groups(found: dict[str, Any], what: str) -> dict[str, int]:
+    """Of one breakdown: name → tokens."""
+    return {group["name"]: group["tokens"] for group in found["size"]["breakdowns"][what]}
 
 
-@pytest.mark.parametrize("engine", ["fp32", "fp16", "bf16", "fp8", "fp4", "int8", "int4"])
-def test_every_pair_has_known_gaps(engine: Any) -> None:
-    trainers: tuple[Any, ...] = (None, "fp32", "bf16", "fp8")
-    for trainer in trainers:
-        for more in ({}, {"moe": True}):
-            for stale in (0.0, 2.0):
-                assert normality(level(0.01, 1e-3), Hints(engine=engine, trainer=trainer, stale=stale, **more)).rows
-    assert {row.pair for row in KNOWN} == set(get_args(Pair)) and len(normal_table().rows) == len(KNOWN)
-    for row in KNOWN:
-        assert 0 <= row.low <= row.high and row.source.startswith(("https://", "this project"))
+# Figures --------------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_normal_by_a_fault() -> None:
-    faulty = [row for row in KNOWN if row.faulty and row.figure == "mean |Δ log p|" and row.low > 0.1]
-    for row in faulty:  # one grew from a normal gap
-        assert normality(level(row.low, row.low), Hints(moe=row.pair.startswith("MoE"))).normal is False
-    assert faulty and normality(level(0.012, 4e-4)).rows[0].pair == "dense bf16"
+def test_figures_and_a_bucket_by_hand() -> None:
+    found = inspect(samples_of([[-1.0, -2.0]], [[-0.9, -2.2]]))
+    (group,) = found["size"]["breakdowns"]["length"]
+    up, down = math.exp(0.1), math.exp(-0.2)
+    assert (group["name"], group["tokens"]) == ("0 to 63", 2)
+    assert (group["abs_mean"], group["kl"]) == pytest.approx((0.15, 0.05))
+    k3, ess = (up - 1 - 0.1 + down - 1 + 0.2) / 2, (up + down) ** 2 / (2 * (up**2 + down**2))
+    assert (group["k3_kl"], group["ess"]) == pytest.approx((k3, ess))
+    level = found["mismatch"]
+    assert (level["kl"], level["k3_kl"], level["effective_sample_size"]) == pytest.approx((0.05, k3, ess))
+    assert (level["abs_mean"], level["abs_max"], level["tokens"]) == (pytest.approx(0.15), pytest.approx(0.2), 2)
+    assert inspect(samples_of([[None]], [[-1.0]]))["mismatch"] is None
 
 
-@pytest.mark.parametrize(("times", "normal"), [(LOOSE * 0.99, True), (LOOSE * 1.01, False)])
-def test_up_to_twice_the_largest_is_its_size(times: float, normal: bool) -> None:
-    high = max(row.high for row in KNOWN if row.pair == "dense bf16" and row.figure == "k3" and not row.faulty)
-    assert normality(level(0.01, times * high), Hints(engine="bf16", trainer="bf16")).normal is normal
+def test_every_breakdown_by_hand() -> None:
+    span = WeightSpan(version="v6", start=0, end=3)
+    served = Served(server="b", dp_rank=0, sglang="0.5.23", dtype="bfloat16", head_dtype="float32")
+    first: dict[str, Any] = {"loss_mask": [0, 1, 1, 0, 1], "weight_versions": (span,), "server": "a", "dp_rank": 1}
+    first |= {"entropy": [9.0, 0.0, 0.3, 9.0, 5.0], "trainer_version": "v7", "advantages": np.arange(5.0)}
+    last: dict[str, Any] = {"advantages": [-1.0] * 3, "server": "http://router", "served": served}
+    last |= {"entropy": [0.6] * 3, "trainer_version": "v7"}
+    rollout = [[-0.1, -0.001, -0.1, -1.0, -1.0], [-9.0, -3.0, -0.2]]
+    found = inspect(samples_of(rollout, rollout, each=[first, last]))
+    assert {what: groups(found, what) for what in found["size"]["breakdowns"]} == {
+        "position": {"0": 1, "1 to 3": 4, "4 to 15": 1},
+        "length": {"0 to 63": 6},
+        "probability": {"below 0.01": 1, "0.01 to 0.1": 1, "0.1 to 0.5": 1, "0.5 to 0.9": 1, "0.9 to 0.99": 1,
+                        "from 0.99": 1},
+        "entropy": {"below 0.01": 1, "0.1 to 0.5": 1, "0.5 to 1": 3, "from 2": 1},
+        "turn": {"1": 5, "2": 1},
+        "version": {"v6": 2, "unknown": 4},
+        "staleness": {"1": 2, "unknown": 4},
+        "server": {"a": 3, "b": 3},  # behind a router by what each tells
+        "dp_rank": {"0": 3, "1": 3},
+        "advantage": {"negative": 3, "positive": 3},
+    }  # fmt: skip
+    each = [
+        {"loss_mask": [1, 0] * 12, "server": f"s{index:02}" if index else None, "trainer_version": "v20",
+         "weight_versions": (WeightSpan(version=f"v{index}", start=0, end=24),)} for index in range(40)
+    ]  # fmt: skip
+    rows = [-np.random.default_rng(at).uniform(0.1, 2, 24) for at in range(40)]
+    found = inspect(samples_of(rows, rows, each=each), *FAR)
+    assert groups(found, "turn") == {**{str(turn): 40 for turn in range(1, 9)}, "from 9": 4 * 40}
+    assert [groups(found, "server")[name] for name in ("s24", "others", "unknown")] == [12, 15 * 12, 12]
+    assert groups(found, "version") == {"older": 16 * 12, **{f"v{version}": 12 for version in range(16, 40)}}
+    expected = {"ahead": 19 * 12, **{str(steps): 12 for steps in range(9)}, "from 9": 12 * 12}
+    assert groups(found, "staleness") == expected
 
 
-def test_words_of_size() -> None:
-    sizes = [size_class(level(0.01, k3)) for k3 in (SMALL_K3, MODERATE_K3, FAR_K3, 1.01 * FAR_K3)]
-    assert sizes == ["small", "moderate", "large", "far"]
-    assert size_class(level(0.0, 0.0)) == "exact" and size_class(level(1.01 * FAR_ABS_MEAN, SMALL_K3)) == "far"
+@pytest.mark.parametrize(("spread", "sequences"), [(0.0, 3), (0.05, 40), (0.3, 12)])
+def test_metrics_are_those_that_training_reports_and_breakdowns_add_up_to_them(spread: float, sequences: int) -> None:
+    draw = np.random.default_rng(sequences)
+    samples = [
+        one.with_fields(
+            server=f"s{draw.integers(3)}",
+            reward=float(draw.integers(2)),
+            weight_versions=(WeightSpan(version=str(draw.integers(5)), start=0, end=len(one)),),
+            trainer_version="5",
+        )
+        for one in noisy(spread, sequences, (1, 60))
+    ]
+    found = inspect(samples, "--preset", "token_is", *FAR)
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=[one.rollout_log_probs for one in samples],
+        old_log_probs=[one.train_log_probs for one in samples],
+        loss_masks=[[1] * len(one) for one in samples],
+    )
+    metrics = mp.correct(packed, mp.preset("token_is").replace(metrics="full")).statistics.metrics()
+    for name, value in found["metrics"].items():
+        expected = metrics.get(name)
+        if expected is not None and "kl" in name:
+            assert value == pytest.approx(expected, rel=1e-9, abs=1e-12), name
+    size, tokens = found["size"], found["mismatch"]["tokens"]
+    assert [*size["quantiles"].values()] == sorted(size["quantiles"].values())
+    for of in size["breakdowns"].values():
+        assert sum(group["tokens"] for group in of) == tokens and all(0.0 < group["ess"] <= 1.0 for group in of)
+        for name in ("kl", "k3_kl"):
+            total = sum(group[name] * group["tokens"] for group in of) / tokens
+            assert total == pytest.approx(metrics[f"rollout_corr/{name}"], rel=1e-9, abs=1e-12)
+
+
+def test_the_distribution_of_few_of_equal_and_of_far_tokens() -> None:
+    gaps = np.r_[np.linspace(-0.01, 0.01, 2001), 5.0, -7.0]
+    size = inspect(samples_of([[-8.0] * len(gaps)], [(gaps - 8.0).tolist()]))["size"]
+    assert size["quantiles"]["p50"] == pytest.approx(0.0, abs=1e-9) and size["quantiles"]["p99.9"] < 0.02
+    found = inspect(samples_of([[-1.0, -2.0]], [[-1.0, -2.0]]))
+    assert found["metrics"]["rollout_corr/k3_kl"] == 0.0 and {*found["size"]["quantiles"].values()} == {0.0}
+    assert {*found["size"]["breakdowns"]} == {"position", "length", "probability"}  # what nothing tells has none
+
+
+# What counts ----------------------------------------------------------------------------------------------------------
+
+ONE = "predictions take 1, without settings whose criteria depend on the advantage"
+NO_ADVANTAGES = f"there are no advantages, and no reward of every response: {ONE}"
+SAID = "advantages are made of the rewards, centred and divided by their deviation"
+
+
+def test_only_trained_tokens_with_two_sound_numbers_count() -> None:
+    masks = [[1, 0, 1, 1], [1], [1, 1]]
+    rollout, train = [[-1.0, NAN, -3.0, -4.0], [NAN], [-9999.0, -0.5]], [[-1.1, -2.0, NAN, -4.1], [-1.0], [-1.0, -0.4]]
+    found = inspect(samples_of(rollout, train, each=[{"loss_mask": mask} for mask in masks]))
+    notes = found["notes"]
+    assert "2 of 6 tokens that train have no number on one side: they are left out" in notes
+    assert any(
+        note.startswith("tokens with an invalid log-prob (1 floor) are left out, where training s") for note in notes
+    )
+    assert groups(found, "position") == {"0": 1, "1 to 3": 2}
+    assert found["metrics"]["rollout_corr/kl"] == pytest.approx((0.1 + 0.1 - 0.1) / 3)
 
 
 @pytest.mark.parametrize(
-    ("k3_kl", "tokens", "bar", "passed"),
+    ("each", "note"),
     [
-        (9e-4, GATE_TOKENS, None, True),
-        (1.1e-3, GATE_TOKENS, None, False),
-        (1.1e-3, GATE_TOKENS, 2e-3, True),
-        (DEFAULT_GATE_KL, GATE_TOKENS, None, True),
-        (9e-4, GATE_TOKENS - 1, None, None),  # within two standard errors of the bar
-        (1e-4, 1000, None, True),
-        (0.1, 1000, None, False),
-        (1e-4, ENOUGH_TOKENS - 1, None, None),
-        (0.0, ENOUGH_TOKENS, None, True),
-        (math.nan, 10**6, None, None),
+        ([{}, {}], NO_ADVANTAGES),
+        ([{"reward": 1.0}, {}], NO_ADVANTAGES),
+        ([{"reward": 1.0}, {"reward": NAN}], NO_ADVANTAGES),
+        ([{"reward": 0.1}] * 3, f"rewards are the same within each prompt: {ONE}"),
+        ([{"advantages": np.zeros(60)}] * 2, f"all advantages are 0, which trains nothing: {ONE}"),
+        ([{"advantages": np.ones(60)}, {}], f"some tokens have no advantage, so none is used; {NO_ADVANTAGES}"),
+        ([{"advantages": np.full(60, 2.0)}] * 2, ""),
+        ([{"group": group, "reward": r} for group, r in ((0, 1.0), (0, 0.0), (1, 5.0), (1, 5.0))],
+         f"{SAID} within each group"),
+        ([{"prompt_ids": [1 + at % 2], "reward": float(at)} for at in range(4)], f"{SAID} within each prompt"),
+        ([{"prompt_ids": [1 + at], "reward": float(at)} for at in range(4)],
+         f"{SAID} over the batch, for no two responses share a group or prompt"),
+    ],
+)  # fmt: skip
+def test_where_advantages_come_from_is_said(each: list[dict[str, Any]], note: str) -> None:
+    draw = np.random.default_rng(0)
+    rows = [-draw.uniform(0.1, 2, 60) for _ in each]
+    train = [row + draw.normal(0, 0.01, 60) for row in rows]
+    found = inspect(samples_of(rows, train, each=[{**one} for one in each]), "--preset", "token_is")
+    of_advantages = [one for one in found["notes"] if "advantage" in one or "rewards" in one]
+    assert of_advantages[:1] == ([note] if note else []), found["verdict"]
+    assert ("dppo_tv" in str(found["predictions"])) == (not note or SAID in note)
+
+
+# Is it normal ---------------------------------------------------------------------------------------------------------
+
+
+def with_gaps(abs_mean: float, k3_kl: float, tokens: int = 4000) -> list[Any]:
+    """Responses whose mean |Δ log p| and k3 are these: most tokens are ±small, a share is ±large."""
+
+    def k3_of(gap: float) -> float:
+        return math.cosh(gap) - 1
+
+    share = next(
+        share for share in (0.5, 0.2, 0.05, 0.02, 0.01, 0.005, 0.002) if share * k3_of(abs_mean / share) >= k3_kl
+    )
+    low, high = abs_mean, abs_mean / share
+    for _ in range(60):  # the larger of both gaps, by bisection
+        large = (low + high) / 2
+        small = (abs_mean - share * large) / (1 - share)
+        total = share * k3_of(large) + (1 - share) * k3_of(small)
+        low, high = (large, high) if total < k3_kl else (low, large)
+    draw = np.random.default_rng(0)
+    sizes = np.where(np.arange(tokens) < share * tokens, large, small) * np.where(np.arange(tokens) % 2, 1, -1)
+    rollout = -draw.uniform(4.0, 9.0, tokens).reshape(-1, 100)
+    return samples_of(rollout.tolist(), (rollout + draw.permutation(sizes).reshape(-1, 100)).tolist())
+
+
+@pytest.mark.parametrize(
+    ("abs_mean", "k3_kl", "options", "normal", "pair"),
+    [
+        (0.012, 4e-4, (), True, "dense bf16"),
+        (0.3, 0.2, (), False, "dense bf16"),
+        (0.012, 0.2, (), False, "dense bf16"),  # a tail: the mean alone would pass
+        (0.02, 4e-4, ("--engine", "fp16"), False, "fp16"),
+        (0.003, 2e-5, ("--engine", "fp16"), True, "fp16"),
+        (0.013, 2e-3, ("--moe",), True, "MoE bf16"),
+        (0.02, 3.5e-4, ("--engine", "fp8", "--trainer", "fp8"), True, "fp8, both sides alike"),
+        (0.09, 2e-2, ("--engine", "fp8", "--trainer", "fp8"), False, "fp8, both sides alike"),
+        (0.06, 2e-2, ("--engine", "fp8", "--trainer", "bf16"), True, "fp8 or fp4 engine, bf16 trainer"),
+        (0.03, 1e-2, ("--engine", "int4"), True, "int4 engine"),
+        (0.03, 1e-2, ("--engine", "int4", "--trainer", "int4"), False, "int4, both sides alike"),
+        (0.012, 8.3e-4 * 1.98, ("--engine", "bf16", "--trainer", "bf16"), True, "dense bf16"),  # twice the largest
+        (0.012, 8.3e-4 * 2.02, ("--engine", "bf16", "--trainer", "bf16"), False, "dense bf16"),
+        (0.01, 1e-4, ("--engine", "int8"), True, "int8 engine"),
+    ],
+)
+def test_is_this_normal(abs_mean: float, k3_kl: float, options: tuple[str, ...], normal: bool, pair: str) -> None:
+    found = inspect(with_gaps(abs_mean, k3_kl), "--brief", *options)
+    level = found["mismatch"]
+    assert (level["abs_mean"], level["k3_kl"]) == pytest.approx((abs_mean, k3_kl), rel=0.02)
+    assert found["normality"].startswith("normal, " if normal else "not normal for ") and pair in found["normality"]
+    assert found["normal"][0]["pair"] == pair  # the kind that is named is shown first
+    assert found["verdict"] in ("fault", "normal" if normal else "large")
+    assert all(
+        row["low"] <= row["high"] and row["source"].startswith(("https://", "this project")) for row in found["normal"]
+    )
+
+
+def test_what_was_measured_here_is_not_called_published_and_stale_rollouts_are_a_kind_of_their_own() -> None:
+    said = "mean |Δ log p| 0.036 (ours 0.03), k3 0.0013 (ours 0.0008)"
+    own = inspect(with_gaps(0.036, 1.3e-3), "--brief", "--trainer", "fp32")["normality"]
+    assert own == f"normal, within twice what is measured on our tiny models for bf16 engine, fp32 trainer: {said}."
+    for k3_kl, words in (
+        (0.03, "as measured on our tiny models for stale rollouts: k3 0.03 (published 0.0017 to "),
+        (0.005, "as published for stale rollouts: k3 0.005 (published 0.0017 to 0.0054, ours "),
+    ):
+        span = {"weight_versions": [WeightSpan(version="3", start=0, end=100)], "trainer_version": "7"}
+        stale = [one.with_fields(**span) for one in with_gaps(0.05, k3_kl)]
+        found = inspect(stale, "--brief")
+        assert found["normality"].startswith(f"normal, {words}"), found["normality"]
+        assert {row["ours"] for row in found["normal"]} == {True, False}
+    rows = [[-1.0, -2.0] * 60]
+    assert inspect(samples_of(rows, rows), "--brief")["normality"].startswith("an exact zero")
+
+
+@pytest.mark.parametrize(
+    ("k3_kl", "tokens", "options", "passed"),
+    [
+        (9e-4, 10_000, (), True),
+        (1.1e-3, 10_000, (), False),
+        (1.1e-3, 10_000, ("--gate-kl", "2e-3"), True),
+        (9e-4, 9_900, (), None),  # within two standard errors of the bar
+        (1e-4, 1000, (), True),
+        (0.1, 1000, (), False),
+        (1e-4, 900 // 10, (), None),  # too few, whatever they are
     ],
 )
 def test_the_gate_passes_fails_or_does_not_decide(
-    k3_kl: float, tokens: int, bar: float | None, passed: bool | None
+    k3_kl: float, tokens: int, options: tuple[str, ...], passed: bool | None
 ) -> None:
-    found = gate(k3_kl, tokens, bar)
-    assert found.passed is passed
-    assert found.bar == (DEFAULT_GATE_KL if bar is None else bar) and ("xtuner#2044" in found.source) == (bar is None)
-    for wrong in (0.0, -1e-3, math.nan, math.inf):
-        with pytest.raises(ValueError, match="bar of the gate"):
-            gate(1e-4, GATE_TOKENS, wrong)
+    gap = math.acosh(1 + k3_kl)
+    sizes = gap * np.where(np.arange(tokens) % 2, 1, -1)
+    rollout = -np.random.default_rng(0).uniform(1.0, 3.0, tokens)
+    width = 90 if tokens == 90 else 100
+    found = inspect(
+        samples_of(rollout.reshape(-1, width), (rollout + sizes).reshape(-1, width)), "--brief", "--gate", *options
+    )
+    gate = found["gate"]
+    assert gate["passed"] is passed and gate["value"] == pytest.approx(k3_kl, rel=1e-6)
+    assert ("xtuner#2044" in gate["source"]) == (not options) and gate["bar"] == (2e-3 if options else 1e-3)
+    worst = {True: 0, False: 1, None: 3}[passed]
+    assert found["status"] == (1 if found["verdict"] == "fault" else max(worst, 3 * (found["verdict"] == "undecided")))
 
 
-@pytest.mark.parametrize(
-    ("abs_mean", "k3_kl", "hints", "normal"),
-    [
-        (0.012, 4e-4, Hints(), True),
-        (0.002, 1e-5, Hints(), True),  # smaller than any
-        (0.3, 0.2, Hints(), False),
-        (0.012, 0.2, Hints(), False),  # a tail: the mean alone would pass
-        (0.02, 4e-4, Hints(engine="fp16"), False),
-        (0.003, 2e-5, Hints(engine="fp16"), True),
-        (0.013, 2e-3, Hints(moe=True), True),
-        (0.02, 3.5e-4, Hints(engine="fp8", trainer="fp8"), True),
-        (0.09, 2e-2, Hints(engine="fp8", trainer="fp8"), False),
-        (0.06, 2e-2, Hints(engine="fp8", trainer="bf16"), True),
-        (0.03, 1e-2, Hints(engine="int4"), True),
-        (0.03, 1e-2, Hints(engine="int4", trainer="int4"), False),
-        (0.1, 0.03, Hints(stale=4), True),
-        (0.1, 0.03, Hints(engine="bf16", trainer="bf16"), False),
-        (1.5, 1.0, Hints(stale=4), False),
-    ],
-)
-def test_is_this_normal(abs_mean: float, k3_kl: float, hints: Hints, normal: bool) -> None:
-    found = normality(level(abs_mean, k3_kl), hints)
-    assert found.normal is normal
-    assert found.sentence.startswith("normal, " if normal else "not normal for ")
-    assert "(published " in found.sentence
-    assert found.rows and f" for {found.rows[0].pair}" in found.sentence  # the kind that is named is shown first
-    assert normality(level(0.0, 0.0), hints).sentence.startswith("an exact zero")
-
-
-def test_what_was_measured_here_is_not_called_published() -> None:
-    own = normality(level(0.036, 1.3e-3), Hints(engine="bf16", trainer="fp32")).sentence
-    said = "mean |Δ log p| 0.036 (ours 0.03), k3 0.0013 (ours 0.0008)"
-    assert own == f"normal, within twice what is measured on our tiny models for bf16 engine, fp32 trainer: {said}."
-    both = normality(level(0.1, 0.03), Hints(stale=4)).sentence
-    assert both.startswith("normal, as measured on our tiny models for stale rollouts: k3 0.03 (published 0.0017 to ")
-    both = normality(level(0.1, 0.005), Hints(stale=4)).sentence
-    assert both.startswith("normal, as published for stale rollouts: k3 0.005 (published 0.0017 to 0.0054, ours ")
-    assert "ours" not in normality(level(0.012, 4e-4)).sentence
-    assert {row.ours for row in normality(level(0.1, 0.03), Hints(stale=4)).rows} == {True, False}
+def test_a_gate_without_an_end_is_refused(tmp_path: Path) -> None:
+    for bar in ("0", "inf", "nan"):
+        assert run(RECORDS, training_file(tmp_path), "--gate-kl", bar).exit_code == 2
+    assert told(RECORDS, "--brief", "--gate")["gate"] is None  # one side alone

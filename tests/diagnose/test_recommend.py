@@ -1,277 +1,387 @@
-"""Each row of "which setting to choose" on data of its range: the row is taken, its setting keeps what it says."""
+"""Which settings are recommended, what they and all others are predicted to do, bounds from the data, and the flags
+that are shown: against what training reports and the gradient of the loss."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
-from dataclasses import replace
+import shlex
+from argparse import ArgumentParser
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import mismatch_plugin as mp
+from mismatch_plugin.config.presets import PRESETS
 from mismatch_plugin.config.values import ignore_mismatch_warnings
-from mismatch_plugin.diagnose.levels import bounds_for
-from mismatch_plugin.diagnose.measure import Figures, figures_of
-from mismatch_plugin.diagnose.normal import FAR_K3
-from mismatch_plugin.diagnose.packing import Groups
-from mismatch_plugin.diagnose.predict import predict_one
-from mismatch_plugin.diagnose.recommend import ADDITIONS, RULES, Rule, recommend, rules_table
-from mismatch_plugin.diagnose.result import Prediction, Recommendation
-from mismatch_plugin.report.presets import quiet_preset
-from tests.diagnose.noise import bounds_of, measured, noise
+from mismatch_plugin.core.loss import token_loss
+from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.data.versions import WeightSpan
+from mismatch_plugin.hooks.hosts import HOSTS
+from tests.diagnose.door import RECORDS, inspect, run, samples_of
 
-DATA: dict[str, dict[str, Any]] = {
-    "moe_routing": {"tail": 0.01},
-    "sequence_outliers": {"drift": 0.02, "responses": 300},
-    "stale": {"stale": True},
-    "turns": {"turns": 8},
-    "token_advantages": {"credit": True},
+FAULTS = run(RECORDS, "--accept", "none").output.partition("choose from ")[2].rstrip(".\n").split(",")
+ANYTHING = [word for fault in FAULTS for word in ("--accept", fault.strip())]
+"""Whatever is found: settings are predicted all the same."""
+
+
+def packed_of(samples: list[Sample]) -> mp.PackedSequences:
+    """The same responses in the form that training corrects."""
+    rows: dict[str, Any] = {
+        "rollout_log_probs": [torch.from_numpy(one.rollout_log_probs) for one in samples],
+        "old_log_probs": [torch.from_numpy(one.train_log_probs) for one in samples],
+        "loss_masks": [one.loss_mask.astype(int).tolist() for one in samples],
+    }
+    if all(one.advantages is not None for one in samples):
+        rows["advantages"] = [torch.from_numpy(np.asarray(one.advantages)) for one in samples]
+    if all(one.weight_versions for one in samples):
+        numbers = [[int(s.version) for s in one.weight_versions for _ in range(s.start, s.end)] for one in samples]
+        rows |= {"weight_versions": numbers, "trainer_version": int(samples[0].trainer_version or 0)}
+    return mp.PackedSequences.from_lists(**rows)
+
+
+def random_batch(sequences: int = 40, spread: float = 0.15) -> list[Sample]:
+    """Responses of 1 to 30 tokens, some of them under the mask, with the advantage of each."""
+    draw, rollout, train, each = np.random.default_rng(0), [], [], []
+    for length in draw.integers(1, 31, sequences):
+        rollout.append(-draw.exponential(0.7, length) - 0.01)
+        train.append(np.minimum(rollout[-1] + draw.normal(0, spread, length), 0.0))
+        cut = int(draw.integers(0, length + 1))
+        spans = [WeightSpan(version=str(v), start=s, end=e) for v, s, e in ((6, 0, cut), (8, cut, length)) if s < e]
+        mask = [1, *draw.integers(0, 4, length - 1).clip(max=1)]
+        each.append({"loss_mask": mask, "advantages": float(draw.normal()), "weight_versions": spans})
+    return samples_of(rollout, train, each=each, trainer_version="8")
+
+
+BATCH = random_batch()
+OWN = {
+    "use_tis": True,
+    "tis": {"level": "sequence", "upper_bound": 1.1, "batch_normalize": True},
+    "rs": {"criteria": ["sequence_mean:k3:0.02"], "veto_threshold": 0.4},
 }
-ASKED: dict[str, dict[str, bool]] = {
-    "one step": {"one_step": True, "expensive_pass": True},
-    "bypass": {"expensive_pass": True},
-}
 
 
-def _edges(rule: Rule) -> list[tuple[float, int]]:
-    """(KL, longest response) just inside the ends of the range of a row."""
-    low, high = rule.kl
-    kls = [1.2 * low or 1e-5, 0.85 * high if high < math.inf else 0.5]
-    if rule.name == "strong":
-        kls = [1.2 * FAR_K3, 0.5]
-    if rule.name == "moe_routing":
-        kls = [1e-5, 0.04]  # a hundredth of the tokens adds 0.045
-    if rule.name == "sequence_outliers":
-        kls = [1e-4, 0.01]
-    if rule.name == "turns":  # too long for a product of all ratios, each eighth of it short enough
-        return [(kl, round(product / kl)) for kl in kls for product in (1.5, 6.0)]
-    found: list[tuple[float, int]] = []
-    for kl in kls:
-        longest = min(rule.length, 0.85 * rule.kl_length / kl, 800 if rule.name == "sequence_outliers" else 4000)
-        shortest = 200 if rule.name == "sequence_outliers" else 2 if longest < 20 else 16
-        if rule.name == "long":
-            shortest = 200  # shorter ones with a small product are another row
-        found += [(kl, int(longest)), (kl, shortest)]
-    return found
+@cache
+def predicted() -> dict[str, Any]:
+    flags = "--use-tis --tis-level sequence --tis-upper-bound 1.1 --tis-batch-normalize --rs-veto-threshold 0.4"
+    return inspect(BATCH, "--flags", f"{flags} --rs-criterion sequence_mean:k3:0.02", *ANYTHING)
 
 
-CASES = [(rule, kl, length) for rule in RULES for kl, length in _edges(rule)]
+def by_gradient(packed: mp.PackedSequences, config: mp.MismatchConfig) -> tuple[float, float]:
+    """(bias, noise) with w A taken from the gradient of the loss, and plain sums."""
+    assert packed.old_log_probs is not None and packed.rollout_log_probs is not None and packed.advantages is not None
+    current = packed.old_log_probs.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(token_loss(current, packed, config).policy.sum(), current)
+    mask = packed.loss_mask.double()
+    log_ratio = torch.where(packed.loss_mask, packed.old_log_probs - packed.rollout_log_probs, 0.0)
+    weighted, plain = -gradient, packed.advantages * mask
+    rows: list[tuple[Any, ...]] = []
+    level = config.unit.level
+    for w, ratio, a, m in zip(*map(packed.unpack, (weighted, log_ratio, plain, mask)), strict=True):
+        trained, starts = m.bool(), torch.cat([m[:1], (m[1:] - m[:-1]).clamp(min=0)])
+        if level in ("token", "prefix"):
+            logs = ratio.cumsum(0) if level == "prefix" else ratio
+            rows += zip(w[trained], logs[trained], a[trained], strict=True)
+            continue
+        turns = starts.cumsum(0) if level == "turn" else torch.ones_like(m)
+        for turn in turns[trained].unique():
+            own = trained & (turns == turn)
+            rows.append((w[own].sum(), ratio[own].sum(), a[own].sum()))
+    x, logs, a = torch.tensor(rows, dtype=torch.float64).unbind(1)
+    reference = logs.clamp(-20, 20).exp() * a
+    bias = float((x - reference).sum().abs() / reference.abs().sum())
+    if not x.any():
+        return bias, math.inf
+    noise = float((x**2).sum() / x.abs().sum() ** 2) / float((a**2).sum() / a.abs().sum() ** 2)
+    return bias, noise
 
 
-@pytest.mark.parametrize(("rule", "kl", "length"), CASES, ids=lambda value: getattr(value, "name", str(value)))
-def test_the_row_is_taken_and_its_setting_keeps_what_it_says(rule: Rule, kl: float, length: int) -> None:
-    packed = noise(kl, length, **DATA.get(rule.name, {}))
-    figures = figures_of(packed, **ASKED.get(rule.name, {}))
-    assert next(other.name for other in RULES if other.holds(figures)) == rule.name, figures
-    found = recommend(
-        figures, bounds=bounds_of(packed), accepted=rule.name == "strong", predict=lambda c: measured(packed, c)
+def test_every_prediction_is_what_training_reports_and_the_gradient_does(tmp_path: Path) -> None:
+    packed, file = packed_of(BATCH), tmp_path / "mismatch.json"
+    assert packed.old_log_probs is not None
+    items = predicted()["predictions"]
+    for item in items:
+        file.write_text(json.dumps(item["settings"]))
+        with ignore_mismatch_warnings():
+            config = mp.MismatchConfig.from_file(file)
+            config = config.replace(metrics="full")
+        metrics = mp.policy_loss(packed.old_log_probs.clone().requires_grad_(), packed, config).statistics.metrics()
+        told = {"accepted_token_fraction": item["kept"]}
+        if config.weighted:
+            ess = {"token": "", "unit": "unit_", "sequence": "seq_"}[item["unit"]] + "eff_sample_size"
+            figures = {"mean": item["mean_weight"], "max": item["max_weight"], ess: item["ess"]}
+            told |= {f"rollout_is_weight_after_{name}": value for name, value in figures.items()}
+        told |= {f"accepted_by_advantage_{sign}": item[f"kept_{sign}"] for sign in ("negative", "positive")}
+        for name, value in told.items():
+            assert metrics[f"rollout_corr/{name}"] == pytest.approx(value, rel=1e-9), (item["setting"], name)
+        found = item["bias"], float(item["noise"])
+        assert found == pytest.approx(by_gradient(packed, config), rel=1e-9), item["setting"]
+        assert item["algorithm"] == config.algorithm and item["second_pass"] == (config.algorithm in (0, 2))
+
+
+def test_the_own_settings_come_first_then_every_preset_and_limits_on_staleness() -> None:
+    items = predicted()["predictions"]
+    names = [item["setting"] for item in items]
+    presets = [name.split(",")[0] for name in names[1 : 1 + len(PRESETS)]]
+    assert [item["own"] for item in items[:2]] == [True, False] and presets == [preset.short for preset in PRESETS]
+    own = mp.MismatchConfig.build(items[0]["settings"])
+    assert own.tis.batch_normalize and own.rs.veto_threshold == 0.4 and len(names) == len({*names})
+    assert {f"algorithm {number}, max_staleness 0" for number in (0, 2)} <= {*names}
+    found = {item["setting"]: item for item in items}
+    # The clip of an objective acts in the first step of bypass.
+    assert found["algorithm 1, objective cispo"]["ess"] > found["algorithm 1, objective gspo"]["ess"]
+    for item in items:
+        if item["setting"].startswith(("trm", "opsm")):  # parameters from the data
+            assert "keeps 99%)" in item["setting"] and 0.9 < item["kept"] <= 1.0, item
+
+
+def test_what_the_data_cannot_decide_is_left_out_and_said() -> None:
+    bare = [one.with_fields(advantages=None, weight_versions=()) for one in BATCH]
+    flags = "--rs-criterion token:tv:0.1@away --rs-criterion token:k2:0.02 --rs-max-staleness 1"
+    found = inspect(bare, "--flags", flags, *ANYTHING)
+    conditional = {"opsm", "dppo_tv", "dppo_kl"}
+    names = {item["setting"].split(",")[0] for item in found["predictions"]}
+    assert not conditional & names and any("rs.max_staleness" in note for note in found["notes"])
+    assert conditional <= {item["setting"].split(",")[0] for item in predicted()["predictions"]}
+    config = mp.MismatchConfig.build({"rs": {"criteria": ["token:k2:0.02"]}})
+    kept = mp.correct(packed_of(bare), config).statistics.metrics()["rollout_corr/accepted_token_fraction"]
+    own = found["predictions"][0]
+    assert own["own"] and own["kept"] == pytest.approx(kept) and own["kept_positive"] is None
+    flags = "--rs-criterion token:k2:0.02 --rs-group exclude"
+    assert any("predicted as keep" in note for note in inspect(bare, "--flags", flags, *ANYTHING)["notes"])
+
+
+def test_kept_by_length_and_what_excluding_the_rejected_changes_in_their_groups_by_hand() -> None:
+    """Of six lengths, twenty times, the fifth is e^−2 a token; of groups of four and two the second is rejected."""
+    for lengths, expected in (([1, 2, 3, 4, 5, 6], (1.0, 1.0, 6 / 11)), ([2] * 6, ())):
+        rows = [[-1.0] * length for length in lengths] * 20
+        old = [[-3.0] * len(row) if at % 6 == 4 else row for at, row in enumerate(rows)]
+        flags = "--rs-criterion sequence_sum:ratio:0.5:2"
+        (own, *_) = inspect(samples_of(rows, old), "--flags", flags, *ANYTHING)["predictions"]
+        assert own["kept_by_length"] == pytest.approx(expected)
+    rewards, groups = [1.0, 1.0, 0.0, 0.0, 1.0, 0.0], [0, 0, 0, 0, 1, 1]
+    each = [{"reward": rewards[at % 6], "group": 2 * (at // 6) + groups[at % 6]} for at in range(120)]
+    samples = samples_of([[-1.0]] * 120, [[-3.0] if at % 6 == 1 else [-1.0] for at in range(120)], each=each)
+    flags = "--rs-criterion token:k2:0.5"
+    keep, exclude = (
+        inspect(samples, "--flags", f"{flags} --rs-group {group}", *ANYTHING)["predictions"][0]
+        for group in ("keep", "exclude")
     )
-    assert found is not None and (found.preset == rule.preset or found.setting.startswith(rule.preset))
+    assert keep["groups_changed"] == 0.5
+    assert (keep["kept_positive"], keep["kept_negative"]) == pytest.approx((2 / 3, 1.0))
+    # Advantages 1.155, 0, −0.577, −0.577 and ±0.707: what is rejected has none to lose.
+    found = (exclude["kept_positive"], exclude["kept_negative"], exclude["noise"])
+    assert found == pytest.approx((1.0, 1.0, 1.0), abs=1e-4)
+
+
+# Bounds of the data ---------------------------------------------------------------------------------------------------
+
+
+def kept(packed: mp.PackedSequences, level: str, lower: float, upper: float, growth: float = 0.0) -> float:
+    """Share of the level's units within these bounds, as training reports it."""
+    tis = {"level": level, "mode": "mask", "lower_bound": lower, "upper_bound": upper, "bound_growth": growth}
     with ignore_mismatch_warnings():
-        result = measured(packed, mp.MismatchConfig.build(found.settings))
-    assert result.kept >= (0.9 if rule.config.rejects else 1.0)
-    if rule.preset in ("seq_is", "pg_is", "prefix_is"):
-        assert result.ess >= 0.5, "a product of ratios leaves half of the data"
+        metrics = mp.correct(packed, mp.MismatchConfig.build({"use_tis": True, "tis": tis})).statistics.metrics()
+    return 1.0 - sum(metrics[f"rollout_corr/rollout_is_ratio_fraction_{side}"] for side in ("high", "low"))
 
 
-def test_the_table_has_a_row_for_each_rule_and_every_kl_has_one() -> None:
-    assert len(rules_table().rows) == len(RULES) + len(ADDITIONS)
-    for kl in (0.0, 1e-4, 1e-3, 3e-3, 0.05, 0.1, 1.0):
-        for length in (1, 100, 5000):
-            assert any(rule.holds(Figures(kl, math.exp(-2 * kl), length)) for rule in RULES)
+def test_bounds_keep_the_wished_share_and_hardly_more() -> None:
+    """Rounding outwards and whole units let in a little more."""
+    packed, bounds = packed_of(BATCH), predicted()["bounds"]
+    assert {"token", "turn", "prefix", "sequence", "geometric"} <= {*bounds}
+    turns = sum(int((np.diff(one.loss_mask.astype(int), prepend=0) == 1).sum()) for one in BATCH)
+    units = {"token": sum(int(one.loss_mask.sum()) for one in BATCH), "turn": turns}
+    units["prefix"] = units["token"]
+    for name, shares in bounds.items():
+        for wished, (lower, upper) in shares.items():
+            share = float(wished.removesuffix("%")) / 100
+            if name.startswith(("sequence_mean_", "sequence_max_")):
+                aggregate, _, statistic = name.rpartition("_")
+                rule = {"aggregate": aggregate, "statistic": statistic, "upper_bound": upper}
+                with ignore_mismatch_warnings():
+                    config = mp.MismatchConfig.build({"rs": {"criteria": [rule]}})
+                metrics = mp.correct(packed, config).statistics.metrics()
+                assert lower == 0.0 and metrics["rollout_corr/accepted_seq_fraction"] >= share - 1e-12
+                continue
+            level, growth = name.removesuffix("_growing"), 0.5 * name.endswith("_growing")
+            found = kept(packed, level, lower, upper, growth)
+            assert share - 1e-12 <= found <= share + 2 / units.get(level, len(BATCH)) + 0.003, (name, wished)
+            if share < 0.999 and level in ("token", "prefix"):
+                assert kept(packed, level, lower ** (1 / 1.2), upper ** (1 / 1.2), growth) < found
 
 
-# Additions ------------------------------------------------------------------------------------------------------------
+# What is recommended --------------------------------------------------------------------------------------------------
 
 
-def _advice(packed: mp.PackedSequences, groups: Groups | None = None) -> Recommendation:
-    found = recommend(
-        figures_of(packed),
-        bounds=bounds_of(packed),
-        predict=lambda config: predict_one(packed, config, "", groups),
-    )
-    assert found is not None
-    return found
+def noise(
+    kl: float,
+    length: int,
+    *,
+    tail: float = 0.0,
+    drift: float = 0.0,
+    stale: bool = False,
+    old: float = 0.0,
+    turns: int = 1,
+    credit: bool = False,
+    tokens: int = 12_000,
+    responses: int = 30,
+    groups: int = 0,
+) -> list[Sample]:
+    """l ~ N(−KL, 2 KL) a token, in responses of length/2 to `length` tokens.
+
+    tail: share of tokens with l ~ N(−4.5, 9) instead, as a router that chooses otherwise. drift: share of responses
+    whose KL is ten times larger, at least 0.1, as of other weights. stale: the first half is two versions behind. old:
+    share of tokens seven versions behind the others (which are one behind the trainer), with the spread of 20 `kl`.
+    turns: of each response. credit: an advantage of its own for each token. groups: how many, with rewards of 0 and 1.
+    """
+    draw = np.random.default_rng(0)
+    count = max(responses, tokens // length)
+    rollout, train, each = [], [], []
+    for at in range(count):
+        n = length if at == 0 else int(draw.integers(max(1, length // 2), length + 1))
+        own = max(0.1, 10 * kl) if at < round(drift * count) else kl
+        spread = draw.standard_normal(n)
+        gap = -own + math.sqrt(2 * own) * spread
+        gap = np.where(draw.random(n) < tail, -4.5 + 3 * spread, gap)
+        ancient = draw.random(n) < old
+        gap = np.where(ancient, -20 * kl + math.sqrt(40 * kl) * spread, gap)
+        fields: dict[str, Any] = {"advantages": draw.standard_normal(n)} if credit else {}
+        if stale:
+            version = "0" if at < count / 2 else "2"
+            fields["weight_versions"] = [WeightSpan(version=version, start=0, end=n)]
+        if old:
+            labels = np.where(ancient, "2", "9")
+            ends = [*np.flatnonzero(labels[1:] != labels[:-1]) + 1, n]
+            starts = [0, *ends[:-1]]
+            spans = [WeightSpan(version=str(labels[s]), start=s, end=e) for s, e in zip(starts, ends, strict=True)]
+            fields |= {"weight_versions": spans, "trainer_version": "10"}
+        if turns > 1:
+            fields["loss_mask"] = [int(place * turns * 20 // n % 20 != 0 or n < 40) for place in range(n)]
+        if groups:
+            fields |= {"reward": float(draw.integers(0, 2)), "group": at % groups}
+        rollout.append(-15.5 - np.modf(0.618 * np.arange(n) + 0.37 * at)[0])
+        train.append(rollout[-1] + gap)
+        each.append(fields)
+    ids = [draw.integers(5, 10**6, len(row)) for row in rollout]
+    return samples_of(rollout, train, ids, each=each)
 
 
-def test_tokens_that_are_few_old_and_far_off_get_a_limit_on_staleness() -> None:
-    packed = noise(0.005, 400, old=0.03)
-    figures, found = figures_of(packed), _advice(packed)
-    assert figures.fresh == 1.0 and figures.old_kl > 10
-    assert found.setting == "token_is, max_staleness 1" and found.settings["rs"]["max_staleness"] == 1
-    assert "--rs-max-staleness 1" in found.flags["slime"] and "max_trajectory_age_steps" in found.flags["nemo-rl"]
-    assert "--rs-max-staleness" not in found.flags["megatron-lm"]
-    kept = predict_one(packed, mp.MismatchConfig.build(found.settings), "").kept
-    assert kept == pytest.approx(0.97, abs=0.005)
+PASS, STEP = "--expensive-pass", "--one-step"
+ADVICE: list[tuple[list[Sample], tuple[str, ...], str | None]] = [
+    (noise(2e-4, 800), (), "disabled"),
+    (noise(2e-4, 800), (PASS,), "ppo_is_bypass"),
+    (noise(2e-4, 800, stale=True), (PASS,), "disabled"),
+    (noise(1.5e-3, 2000), (), "token_is"),
+    (noise(0.01, 2000), (PASS,), "token_is"),
+    (noise(0.01, 50), (), "seq_is"),
+    (noise(0.05, 50), (), "token_is"),  # a product of ratios would spread too far
+    (noise(0.01, 120), (), "token_is"),
+    (noise(0.01, 50), (STEP, PASS), "pg_is"),
+    (noise(0.01, 500), (STEP, PASS), "token_is"),
+    (noise(0.01, 50), (STEP,), "seq_is"),
+    (noise(0.01, 50, stale=True), (), "token_is"),
+    (noise(0.005, 400, turns=8), (), "seq_is, tis.level turn"),
+    (noise(0.08, 400, turns=8), (), "token_is"),  # each turn is too long
+    (noise(0.005, 50, credit=True), (), "prefix_is"),
+    (noise(0.012, 60, credit=True), (), "seq_is"),
+    (noise(1e-3, 800, tail=0.01), (), "token_icepop"),
+    (noise(1e-3, 800, tail=0.01, stale=True), (), "token_is"),
+    (noise(0.003, 120, drift=0.02, responses=300), (), "geo_rs_token_tis, bounds from your data"),
+    (noise(0.005, 400, old=0.03), (), "token_is, max_staleness 1"),
+    (noise(0.005, 400, old=0.2), (), "token_is"),  # too many
+    (
+        noise(0.01, 120, drift=0.02, responses=300, groups=20),
+        (),
+        "geo_rs_token_tis, bounds from your data, group exclude",
+    ),
+    (noise(0.2, 400), (), "token_is"),  # only where it is meant
+]
 
 
-@pytest.mark.parametrize("why", ["as far off as the others", "too many", "the trainer's version is unknown"])
-def test_other_old_tokens_get_none(why: str) -> None:
-    packed = noise(0.005, 400, old=0.2 if why == "too many" else 0.03)
-    if why == "as far off as the others":
-        even = noise(0.005, 400)
-        packed = packed.replace(old_log_probs=even.old_log_probs, rollout_log_probs=even.rollout_log_probs)
-    if why == "the trainer's version is unknown":
-        packed = packed.replace(trainer_version=None)
-    assert "max_staleness" not in _advice(packed).setting
+@cache
+def advised(number: int) -> dict[str, Any]:
+    samples, options, _ = ADVICE[number]
+    return inspect(samples, *options, *ANYTHING)
 
 
-@pytest.mark.parametrize("spread_out", [True, False])
-def test_rejected_responses_in_many_groups_are_excluded_from_them(spread_out: bool) -> None:
-    packed = noise(0.01, 120, tokens=10_000, drift=0.02, responses=300)
-    count = len(packed.lengths)
-    ids = [place % 40 if spread_out else place // 8 for place in range(count)]  # the drifting ones come first
-    rewards = torch.randint(0, 2, (count,), generator=torch.Generator().manual_seed(1)).double()
-    found = _advice(packed, Groups(rewards, ids))
-    assert found.setting.startswith("geo_rs_token_tis, bounds from your data")
-    assert found.setting.endswith("group exclude") == spread_out
-    assert ("--rs-group exclude" in found.flags["verl"]) == spread_out
-    assert any("moves the advantages" in reason for reason in found.reasons) == spread_out
-    assert "rs.group" in found.flags["miles"] or not spread_out
+@pytest.mark.parametrize("number", range(len(ADVICE)))
+def test_the_setting_fits_the_run_and_keeps_what_it_says(number: int) -> None:
+    found, expected = advised(number), ADVICE[number][2]
+    advice = found["recommendation"]
+    assert advice is not None and expected is not None, found["headline"]
+    assert advice["setting"] == expected or advice["setting"].startswith(f"{expected},"), advice["setting"]
+    assert ("max_staleness" in advice["setting"]) == ("max_staleness" in expected)
+    item = next(item for item in found["predictions"] if item["setting"] == advice["setting"])
+    packed, config = packed_of(ADVICE[number][0]), settings_of(advice)
+    share = mp.correct(packed, config).statistics.metrics()["rollout_corr/accepted_token_fraction"]
+    assert item["kept"] == pytest.approx(share, abs=1e-9) and share >= (0.9 if config.rejects else 1.0)
+    if expected in ("seq_is", "pg_is", "prefix_is"):
+        assert item["ess"] >= 0.5, "a product of ratios leaves half of the data"
+    assert advice["reasons"] and all(" near " in line or "above" in line for line in advice["watch"])
+    if "group exclude" in expected:
+        assert any("moves the advantages" in reason for reason in advice["reasons"])
+        assert "--rs-group exclude" in advice["flags"]["verl"] and "rs.group" in advice["flags"]["miles"]
+    if "max_staleness" in expected:
+        assert "--rs-max-staleness 1" in advice["flags"]["slime"]
+        assert "--rs-max-staleness" not in advice["flags"]["megatron-lm"]
 
 
-# The rules on figures -------------------------------------------------------------------------------------------------
-
-LONG = Figures(k3_kl=0.01, ess=0.98, max_length=4000)
-
-
-@pytest.mark.parametrize(
-    ("changes", "preset"),
-    [
-        ({}, "token_is"),
-        ({"k3_kl": 5e-4}, "disabled"),
-        ({"k3_kl": 5e-4, "expensive_pass": True}, "ppo_is_bypass"),
-        ({"k3_kl": 5e-4, "expensive_pass": True, "stale": 2}, "disabled"),
-        ({"expensive_pass": True}, "token_is"),
-        ({"max_length": 50}, "seq_is"),
-        ({"max_length": 50, "k3_kl": 0.05}, "token_is"),
-        ({"max_length": 50, "one_step": True, "expensive_pass": True}, "pg_is"),
-        ({"max_length": 500, "one_step": True, "expensive_pass": True}, "token_is"),
-        ({"max_length": 50, "one_step": True}, "seq_is"),
-        ({"stale": 1, "max_length": 50}, "token_is"),
-        ({"tail": 5e-5}, "token_is"),
-        ({"mean_turns": 4.0, "longest_turn": 90}, "seq_is"),
-        ({"mean_turns": 4.0, "longest_turn": 300}, "token_is"),
-        ({"mean_turns": 4.0, "longest_turn": 90, "stale": 2}, "token_is"),
-        ({"mean_turns": 4.0, "longest_turn": 90, "k3_kl": 5e-4}, "disabled"),
-        ({"credit": 1.0}, "token_is"),
-        ({"credit": 1.0, "max_length": 50}, "prefix_is"),
-        ({"credit": 1.0, "max_length": 51}, "seq_is"),
-        ({"credit": 0.2, "max_length": 50}, "seq_is"),
-    ],
-)
-def test_figures_choose_the_setting(changes: dict[str, Any], preset: str) -> None:
-    found = recommend(replace(LONG, **changes))
-    assert found is not None and (found.preset or found.setting.split(",")[0]) == preset
-    assert ("tis.level turn" in found.setting) == (preset == "seq_is" and "mean_turns" in changes)
+def test_a_strong_mismatch_has_no_setting_unless_it_is_meant_and_advice_says_what_to_watch() -> None:
+    strong = noise(0.2, 400)
+    assert inspect(strong)["recommendation"] is None
+    advice = advised(len(ADVICE) - 1)["recommendation"]
+    assert "only where it is meant" in advice["reasons"][1]
+    assert not any("find the cause" in reason for reason in advice["reasons"])
+    number = next(at for at, row in enumerate(ADVICE) if row[2] == "token_icepop")
+    advice, packed = advised(number)["recommendation"], packed_of(ADVICE[number][0])
+    text = " ".join(advice["reasons"])
+    assert "single tokens far off" in text and "of the tokens kept" in text
+    metrics = dict(line.split(" near ") for line in advice["watch"])
+    assert {*metrics} >= {"rollout_corr/accepted_token_fraction", "rollout_corr/k3_kl"}
+    reported = mp.correct(packed, settings_of(advice)).statistics.metrics()
+    for name, said in metrics.items():
+        assert float(said.split(";")[0]) == pytest.approx(reported[name], rel=0.06), name
 
 
-@pytest.mark.parametrize("strong", [{"ess": 0.2, "max_length": 50}, {"k3_kl": 0.2, "tail": 0.01}, {"k3_kl": FAR_K3}])
-def test_a_strong_mismatch_has_no_setting_unless_it_is_meant(strong: dict[str, float]) -> None:
-    assert recommend(replace(LONG, **strong)) is None
-    found = recommend(replace(LONG, **strong), accepted=True)
-    assert found is not None and found.preset == "token_is" and "only where it is meant" in found.reasons[1]
-    assert not any("find the cause" in reason for reason in found.reasons)
-    below = recommend(replace(LONG, k3_kl=0.9 * FAR_K3))
-    assert below is not None and below.preset == "token_is"
+# The flags that are shown ---------------------------------------------------------------------------------------------
+
+SHOWN = [number for number, row in enumerate(ADVICE) if row[2] not in (other[2] for other in ADVICE[:number])]
+"""One of each setting."""
 
 
-def _keeping(share: float, rejecting: bool = True) -> Callable[[mp.MismatchConfig], Prediction]:
-    """Predictions that keep this share of the tokens; with rejecting, of settings without bounds of the data alone."""
-
-    def predict(config: mp.MismatchConfig) -> Prediction:
-        found = measured(noise(0.001, 10, tokens=100, responses=4), config)
-        kept = share if config == quiet_preset("token_icepop") or (not rejecting and config.rejects) else 1.0
-        return found.model_copy(update={"kept": kept})
-
-    return predict
-
-
-def test_a_setting_that_keeps_too_little_gets_bounds_from_the_data_or_gives_way() -> None:
-    figures, bounds = replace(LONG, tail=0.01), {"token": {"99%": (0.123, 8.77)}}
-    for predict, given, preset in (
-        (_keeping(0.95), {}, "token_icepop"),
-        (_keeping(0.5), {}, "token_is"),
-        (None, {}, "token_is"),
-        (_keeping(0.4, rejecting=False), bounds, "token_is"),
-    ):
-        found = recommend(figures, given, predict=predict)
-        assert found is not None and found.preset == preset
-    found = recommend(figures, bounds, predict=_keeping(0.5))
-    assert found is not None and found.preset is None
-    assert found.settings["tis"]["lower_bound"] == 0.123 and found.settings["tis"]["upper_bound"] == 8.77
-    assert "the preset's own would keep 50%" in " ".join(found.reasons) and "99 %" in " ".join(found.reasons)
-
-
-@pytest.mark.parametrize(
-    ("data", "preset"),
-    [({}, "token_is"), ({"tail": 0.01}, "token_icepop"), ({"drift": 0.02, "responses": 300}, "geo_rs_token_tis")],
-)
-def test_it_goes_by_the_predictions_and_bounds_of_inspect(data: dict[str, Any], preset: str) -> None:
-    packed = noise(0.01, 120, tokens=10_000, **data)
-    found = recommend(figures_of(packed), bounds_for(packed), predict=lambda config: measured(packed, config))
-    assert found is not None and found.setting.startswith(preset)
-    again = measured(packed, mp.MismatchConfig.build(found.settings))
-    assert again.kept >= 0.9
-    assert (found.preset is None) == ("drift" in data)
-    if found.preset is not None:
-        assert f"{again.kept:.1%} of the tokens kept" in " ".join(found.reasons)
-
-
-def test_a_bound_without_end_is_one() -> None:
-    found = recommend(replace(LONG, tail=0.01), bounds={"token": {"99%": (0.0, math.inf)}})
-    assert found is not None and found.preset is None
-    assert found.flags["slime"].endswith("--tis-lower-bound 0 --tis-upper-bound inf --mismatch-denominator original")
-
-
-def test_it_says_why_and_what_to_watch() -> None:
-    packed = noise(0.01, 2000, tail=0.01)
-    found = recommend(figures_of(packed), predict=lambda config: measured(packed, config))
-    assert found is not None and found.preset == "token_icepop"
-    result, text = measured(packed, quiet_preset("token_icepop")), " ".join(found.reasons)
-    assert f"{result.kept:.1%} of the tokens kept" in text and "single tokens far off" in text
-    metrics = dict(line.split(" near ") for line in found.watch)
+def settings_of(advice: dict[str, Any]) -> mp.MismatchConfig:
     with ignore_mismatch_warnings():
-        reported = mp.correct(packed, quiet_preset("token_icepop")).statistics.metrics()
-    for name, told in metrics.items():
-        assert float(told.split(";")[0]) == pytest.approx(reported[name], rel=0.06), name
-    assert set(metrics) >= {"rollout_corr/accepted_token_fraction", "rollout_corr/k3_kl"}
-    for k3_kl, bar in ((0.01, "above 0.02 "), (1e-12, "above 0.0001 ")):  # rounding that doubles is no change
-        found = recommend(replace(LONG, k3_kl=k3_kl))
-        assert found is not None and bar in found.watch[0]
+        return mp.MismatchConfig.build(advice["settings"])
 
 
-# The figures ----------------------------------------------------------------------------------------------------------
+def words_of(text: str) -> list[str]:
+    """Our flags: what is behind the host's own words."""
+    (command,) = [line for line in text.splitlines() if not line.startswith("#")]
+    return shlex.split(command.rpartition("…")[2])
 
 
-def test_figures_by_hand() -> None:
-    log_ratio = torch.tensor([0.1, -0.1, 0.2, -0.05, -3.0]).double()
-    packed = mp.PackedSequences(
-        loss_mask=torch.ones(5, dtype=torch.bool),
-        lengths=(2, 3),
-        rollout_log_probs=torch.full((5,), -9.0).double(),
-        old_log_probs=-9.0 + log_ratio,
-        weight_versions=torch.tensor([3, 3, 4, 4, 4]),
-    )
-    found, ratio = figures_of(packed), log_ratio.exp()
-    assert found.k3_kl == pytest.approx(float((ratio - 1 - log_ratio).mean()))
-    assert found.ess == pytest.approx(float(ratio.sum() ** 2 / 5 / (ratio**2).sum()))
-    assert (found.max_length, found.tail, found.stale) == (3, 0.2, 1.0)
-    assert (found.fresh, found.old_kl, found.credit) == (math.inf, 0.0, 0.0)
-    assert (found.mean_turns, found.longest_turn) == (1.0, 3.0)
-    cut = figures_of(packed.replace(unit_ids=torch.tensor([0, 1, 0, 0, 0])))
-    assert (cut.mean_turns, cut.longest_turn) == (1.5, 3.0)  # the first response has two turns
-    dated = packed.replace(trainer_version=5, weight_versions=torch.tensor([5, 5, 5, 5, 1]))
-    assert figures_of(dated).fresh == 4.0  # a twentieth of five tokens is none
-    assert figures_of(packed.replace(advantages=torch.tensor([1.0, 2.0, 3.0, 3.0, 3.0]))).credit == 0.5
+def read(words: list[str]) -> mp.MismatchConfig:
+    parser = ArgumentParser()
+    mp.add_arguments(parser)
+    with ignore_mismatch_warnings():
+        arguments, overrides = parser.parse_known_args(words)
+        assert not overrides
+        return mp.MismatchConfig.from_args(arguments)
 
 
-def test_gaussian_noise_has_neither_a_tail_nor_drifting_responses() -> None:
-    for kl in (1e-4, 0.01, 0.09):
-        found = figures_of(noise(kl, 400))
-        assert found.tail == 0.0 and found.drifting == 0.0
-        assert found.k3_kl == pytest.approx(kl, rel=0.05)
-    assert figures_of(noise(0.001, 400, tail=0.001)).tail == pytest.approx(0.001, rel=0.3)
-    assert figures_of(noise(0.001, 400, drift=0.03, responses=300)).drifting == pytest.approx(0.03, abs=0.005)
+@pytest.mark.parametrize("number", SHOWN, ids=lambda number: str(ADVICE[number][2]))
+def test_the_flags_give_the_settings_back(number: int) -> None:
+    advice = advised(number)["recommendation"]
+    config = settings_of(advice)
+    with ignore_mismatch_warnings():
+        assert eval(advice["flags"]["python"], {"mp": mp, "inf": math.inf}) == config
+        for host in (name for name, host in HOSTS.items() if host.launch):
+            text = advice["flags"][host]
+            if not any("cannot be had" in line or "'s own:" in line for line in text.splitlines()):
+                assert read(words_of(text)) == config, host
+    for name in ("trl", "skyrl", "prime-rl"):  # those have doors of their own
+        assert advice["flags"][name]

@@ -1,23 +1,26 @@
-"""What a run's metrics tell: size, growth, what the correction leaves; and the command that prints it."""
+"""`inspect` of a run: its own file, exports of trackers, other trainers' names; size, growth, what the correction
+leaves, and the pictures."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import mismatch_plugin as mp
-from mismatch_plugin.cli import app
-from mismatch_plugin.diagnose.run_sources import Source
-from mismatch_plugin.diagnose.runs import MIN_STEPS, Run, Trend, judge_run, trends_of
+from mismatch_plugin.core.metrics.registry import METRICS
+from mismatch_plugin.hooks.hosts import HOSTS
 from mismatch_plugin.report.log import to_json, write_step
+from tests.diagnose.door import run, text, told
 
 CONFIG = mp.preset("token_is")
 KL, K3, GAP = "rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/log_ratio_abs_mean"
@@ -26,26 +29,350 @@ WEIGHT, ESS, KEPT, TOKENS, NONE_LEFT = (
     for name in ("rollout_is_weight_after_mean", "rollout_is_weight_after_eff_sample_size", "accepted_token_fraction",
                  "tokens", "all_rejected")
 )  # fmt: skip
+Step = Mapping[str, object]
 
 
-def metrics(shift: float) -> dict[str, float]:
+def metrics(shift: float, config: mp.MismatchConfig = CONFIG) -> dict[str, float]:
     """Of a batch whose training log-probs lie `shift` above those of the rollout engine."""
-    generator = torch.Generator().manual_seed(0)
-    rollout = [-2.0 - torch.rand(30, generator=generator, dtype=torch.float64) for _ in range(8)]
+    draw = torch.Generator().manual_seed(0)
+    rollout = [-2.0 - torch.rand(30, generator=draw, dtype=torch.float64) for _ in range(8)]
     packed = mp.PackedSequences.from_lists(
         rollout_log_probs=rollout, train_log_probs=[x + shift for x in rollout], loss_masks=[[1] * 30] * 8
     )
-    return mp.correct(packed, CONFIG).statistics.metrics()
+    return mp.correct(packed, config).statistics.metrics()
 
 
-def judge(steps: Sequence[dict[str, float]], config: mp.MismatchConfig | None = CONFIG) -> Run:
-    return judge_run(Source(tuple(steps), tuple(map(float, range(1, len(steps) + 1))), Path("export.csv")), config)
+def write(path: Path, content: str | Sequence[Step]) -> Path:
+    """A text, or lines of steps."""
+    if not isinstance(content, str):
+        content = "".join(to_json(step) + "\n" for step in content)
+    path.write_text(content, encoding="utf-8")
+    return path
 
 
-def inspect(path: Path, *arguments: object, columns: int = 80) -> tuple[int, str]:
-    words = ["inspect", str(path), "--no-pictures", *map(str, arguments)]
-    result = CliRunner().invoke(app, words, env={"COLUMNS": str(columns)})
-    return result.exit_code, result.output
+@pytest.fixture
+def judge(tmp_path: Path) -> Any:
+    """What is said of these steps, under the settings of these words."""
+
+    def judged(steps: Sequence[Step], *options: object) -> dict[str, Any]:
+        path = write(tmp_path / "export.jsonl", [{"step": at, **step} for at, step in enumerate(steps, start=1)])
+        return told(path, *options)
+
+    return judged
+
+
+TOKEN_IS = ("--preset", "token_is")
+
+
+def values(found: dict[str, Any], metric: str = "kl") -> tuple[Any, Any, Any]:
+    """(last, smallest, largest) of a metric."""
+    (row,) = [row for row in found["metrics"] if row["metric"] == metric]
+    return row["last step"], row["smallest"], row["largest"]
+
+
+# What is read ---------------------------------------------------------------------------------------------------------
+
+CHART = (
+    '\ufeff"Step","run-7 - train/rollout_corr/kl","run-7 - train/rollout_corr/kl__MIN",'
+    '"run-7 - train/rollout_corr/kl__MAX"\r\n'
+    '"1","0.01","0.01","0.01"\r\n"2","","",""\r\n"3","1.5e-05","1.5e-05","1.5e-05"\r\n'
+)
+TWO = "Step,a - train/rollout_corr/kl,b - train/rollout_corr/kl,b - val/rollout_corr/kl\n1,0.1,0.2,0.3\n"
+MINE = {"_runtime": 3.5, "_timestamp": 1.7e9}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "metric", "expected", "steps"),
+    [
+        # `run.history()` as lines: every column in every row, null where nothing was logged, NaN as text.
+        ("a.jsonl", [{"_step": 10, **MINE, f"train/{KL}": 0.1, "train/step": 1, "eval/reward": None},
+                     {"_step": 11, **MINE, f"train/{KL}": None, "train/step": None, "eval/reward": 0.5},
+                     {"_step": 20, **MINE, f"train/{KL}": "NaN", "train/step": 2, "eval/reward": None},
+                     {"_step": 30, **MINE, f"train/{KL}": 0.2, "train/step": 3}], (), "kl", (0.2, 0.1, 0.2), 3),
+        ("a.csv", CHART, (), "kl", (1.5e-5, 1.5e-5, 0.01), 2),
+        ("a.csv", TWO, ("--run", "a"), "kl", (0.1, 0.1, 0.1), 1),  # "a" is in "val", too
+        ("a.csv", TWO, ("--run", "b - val/"), "kl", (0.3, 0.3, 0.3), 1),
+        ("a.csv", TWO, ("--run", "val/"), "kl", (0.3, 0.3, 0.3), 1),
+        ("a.csv", f"global_step,{KL},actor/{K3}\n1,0.1,0.2\n", (), "k3_kl", (0.2, 0.2, 0.2), 1),  # one run
+        ("a.csv", "Step,a - train/mis_kl,b - train/mis_kl\n1,0.1,0.2\n", ("--run", "b"), "kl", (0.2, 0.2, 0.2), 1),
+        ("a.jsonl", [{K3: 1e-4, "train/gen_kl_error": 2e-4, "train/mis_k3_kl": 3e-4, "train/tis_abs": 0.1}], (),
+         "k3_kl", (1e-4, 1e-4, 1e-4), 1),  # ours come first
+    ],
+)  # fmt: skip
+def test_exports_are_read(
+    name: str,
+    content: Any,
+    options: tuple[str, ...],
+    metric: str,
+    expected: tuple[float, ...],
+    steps: int,
+    tmp_path: Path,
+) -> None:
+    found = told(write(tmp_path / name, content), *options)
+    assert values(found, metric) == expected and found["steps"] == steps
+
+
+NOTHING = "no step holds a known metric"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "said"),
+    [
+        ("a.csv", TWO, (), "rollout_corr/kl for several runs, 'a - train/', 'b - train/'"),
+        ("a.csv", TWO, ("--run", "b"), "for several runs, 'b - train/', 'b - val/'"),
+        ("a.csv", TWO, ("--run", "c"), "--run c is none of those in"),
+        ("a.csv", "Step,a - train/mis_kl,b - train/mis_kl\n1,0.1,0.2\n", (), "holds mis_kl for several runs"),
+        ("a.csv", "Step,loss\n1,2\n", (), "Step, loss. The plugin writes none with --mismatch-metrics off"),
+        ("a.csv", "", (), NOTHING),
+        ("a.csv", f"Step,{KL}\n1,0.1,7\n", (), "a.csv, line 2 has more cells than the 2 columns"),
+        ("a.csv", f"Step,{KL},{KL}\n1,0.1,7\n", (), f"a.csv has the column {KL} twice"),
+        ("a.csv", f"Step,{KL}\n1,{'9' * 200_000}\n", (), "is no line of a CSV file"),
+        ("a.csv", f'"Step,{KL}\n1,0.1\n2,0.2\n', (), "a quote not closed"),
+        ("metrics.jsonl", "Step,loss\n1,2\n", (), "metrics.jsonl, line 1 is no step"),
+        ("metrics.jsonl", f'{{"{KL}": 0.1}}\n[1]\n', (), "line 2 is no step"),
+        ("metrics.jsonl", '{"loss": 1}\n', (), NOTHING),
+        ("metrics.jsonl", f'{{"{TOKENS}": 0, "{KL}": 0}}\n', (), "no response token"),
+        *(("metrics.jsonl", f'{{"{KL}": 0.1}}\n', (option, value), f"{option} is not for that") for option, value in (
+            ("--samples", "3"), ("--prompts", "prompts.json"), ("--max-staleness", "2"), ("--weight-version", "7"),
+            ("--eos-id", "0"), ("--temperature", "0"), ("--max-new-tokens", "9"), ("--url", "http://localhost:1"),
+            ("--accept", "staleness"))),
+        ("metrics.jsonl", f'{{"{KL}": 0.1}}\n', ("--gate-kl", "0"), "the bar of the gate is 0"),
+        ("metrics.jsonl", f'{{"{KL}": 0.1}}\n', ("--flags", "--lr 3"), "--lr is no flag"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_judged_is_one_sentence(
+    name: str, content: str, options: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    found = told(write(tmp_path / name, content), *options)
+    assert (found["status"], found["verdict"]) == (2, "cannot_read") and said in found["headline"]
+    assert run(tmp_path / name, *options).output.startswith("cannot inspect: ")
+
+
+def test_folders_and_files_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text("{}")
+    assert "holds no step yet" in told(tmp_path)["headline"]
+    (tmp_path / "metrics.jsonl").write_text(f'{{"{KL}": 0.1}}\n')
+    (tmp_path / "settings.json").write_text("[" * 100_000)
+    assert "settings.json is not valid" in told(tmp_path)["headline"]
+    (tmp_path / "metrics.jsonl").write_text(f'{{"{KL}": 0.1}}', encoding="utf-16")
+    assert "metrics.jsonl is no metrics.jsonl: " in told(tmp_path)["headline"]
+    os.mkfifo(tmp_path / "pipe.csv")
+    assert "is a pipe, not a regular file" in told(tmp_path / "pipe.csv")["headline"]
+    both = run(tmp_path / "none.csv", "--no-pictures", "--pictures", "x")
+    assert both.exit_code == 2 and "contradict each other" in both.output
+
+
+def test_a_folder_of_charts_is_one_run(tmp_path: Path) -> None:
+    write(tmp_path / "kl.csv", CHART)
+    write(tmp_path / "k3.csv", "Step,run-7 - train/mis_k3_kl\n3,0.5\n1,0.25\n2,NaN\n")
+    write(tmp_path / "again.csv", "Step,run-7 - train/mis_k3_kl\n2,NaN\n")
+    write(tmp_path / "machines.csv", "host,gpus\na,8\n")
+    found = told(tmp_path)
+    assert (
+        found["steps"] == 3 and values(found) == (1.5e-5, 1.5e-5, 0.01) and values(found, "k3_kl") == (0.5, 0.25, 0.5)
+    )
+    write(tmp_path / "again.csv", "Step,run-7 - train/mis_k3_kl\n1,7\n")
+    assert "mis_k3_kl is 0.25 at step 1, in another file 7: leave one of them out" in told(tmp_path)["headline"]
+    write(tmp_path / "again.csv", "train/step,run-7 - train/mis_kl\n1,7\n")
+    assert "counts by Step, another by train/step: export all charts" in told(tmp_path)["headline"]
+    for name in ("kl.csv", "k3.csv", "again.csv"):
+        (tmp_path / name).unlink()
+    assert "It has: gpus" in told(tmp_path)["headline"]
+
+
+OTHERS = {
+    "slime": {"train/train_rollout_logprob_abs_diff": 0.01, "train/pg_loss": 0.3, "rollout/response_len/mean": 90.0},
+    "slime, mis.py": {"train/mis_k3_kl": 8e-4, "train/mis_kl": 1e-4, "train/mis_tis_weight_after_bound": 0.99},
+    "verl": {"training/rollout_probs_diff_mean": 0.003, "rollout_corr/kl": 1e-4, "rollout_corr/k3_kl": 8e-4},
+    "NeMo-RL": {"train/gen_kl_error": 8e-4, "train/token_mult_prob_error": 1.02, "train/reward": 0.5},
+    "TRL": {"train/sampling/sampling_logp_difference/mean": 0.01, "train/sampling/importance_sampling_ratio/mean": 1.0},
+    "prime-rl": {"mismatch_kl/all/mean": 8e-4, "masked_mismatch_kl/all/mean": 3.0, "mismatch_kl/all/max": 9.0},
+}
+LAUNCHED = {"NeMo-RL": "run_grpo.py", "verl": "main_ppo", "slime, mis.py": "train.py"}
+
+
+@pytest.mark.parametrize("trainer", OTHERS)
+def test_what_other_trainers_record_is_read_and_judged(tmp_path: Path, trainer: str) -> None:
+    """Sound, and two hundred times that; no number of theirs is taken for another."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "metric_names.md").read_text(encoding="utf-8")
+    assert [name for host in HOSTS.values() for name in host.metrics if f"`{name}`" not in page] == []
+    for times, verdict in ((1.0, "normal"), (200.0, "large")):
+        rows = [{"_step": i, **{name: value * times for name, value in OTHERS[trainer].items()}} for i in range(30)]
+        path = write(tmp_path / "export.jsonl", rows)
+        found = told(path)
+        assert found["verdict"] == verdict and found["steps"] == 30, found
+        metric, value = ("log_ratio_abs_mean", 0.01) if trainer in ("slime", "TRL") else ("k3_kl", 8e-4)
+        assert values(found, metric)[0] == pytest.approx(value * times)
+        assert "metrics of the trainer itself are read under our names" in found["notes"][0]
+        if verdict == "normal" and metric == "k3_kl":  # its own launch line, where it has one
+            said = run(path, "--no-pictures", columns=80).output
+            if trainer == "prime-rl":  # it has no algorithm 0, and says so in place of flags
+                assert "algorithm 0 cannot be had on prime-rl" in said and "<" not in said
+                continue
+            assert (
+                "--mismatch-preset disabled" in said and LAUNCHED[trainer] in said and "mismatch_plugin.launch" in said
+            )
+
+
+# TensorBoard ----------------------------------------------------------------------------------------------------------
+
+
+def events(folder: Path, *, start: int = 1, shift: float = 0.0, suffix: str = "", **writing: bool | int | None) -> Path:
+    pytest.importorskip("tensorboard", reason="TensorBoard's files need the extra [lab]")
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+    new_style = bool(writing.pop("new_style", False))
+    with SummaryWriter(str(folder), filename_suffix=suffix, **writing) as writer:  # pyright: ignore[reportArgumentType]
+        for step in range(start, start + 3):
+            writer.add_scalar(f"train/{KL}", 0.25 * step + shift, step, new_style=new_style)
+            writer.add_scalar("reward", 1.0, step)
+        writer.add_text("rollout_corr/note", "text and tensors hide no number", 1)
+        writer.add_histogram("rollout_corr/weights", torch.arange(5.0), 1)
+        writer.add_tensor("rollout_corr/shape", torch.ones(2, 2), 1)
+    return folder
+
+
+@pytest.mark.parametrize("new_style", [False, True])
+def test_tensorboard_events(tmp_path: Path, new_style: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = events(tmp_path / "logs" / "run", new_style=new_style)
+    for given in (tmp_path, folder, next(folder.iterdir())):
+        found = told(given)
+        assert values(found) == (0.75, 0.25, 0.75) and found["steps"] == 3
+    events(tmp_path / "other")
+    assert "events of 2 runs: give one of logs/run, other" in told(tmp_path)["headline"]
+    os.mkfifo(folder / "events.out.tfevents.2.pipe")
+    assert "is a pipe, not a regular file" in told(folder)["headline"]
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    said = "tensorboard is not installed: pip install 'mismatch-plugin[lab]'"
+    assert said in told(tmp_path / "other")["headline"]
+
+
+def test_a_resumed_run_is_one_run_and_two_runs_are_refused(tmp_path: Path) -> None:
+    events(tmp_path / "apart", suffix=".a")
+    apart = told(events(tmp_path / "apart", start=4, suffix=".b"))
+    assert apart["steps"] == 6 and values(apart) == (1.5, 0.25, 1.5) and apart["notes"] == []
+    events(tmp_path / "overlap", suffix=".a")  # 1, 2, 3
+    found = told(events(tmp_path / "overlap", start=3, shift=5.0, suffix=".b"))  # 3, 4, 5
+    assert found["steps"] == 5 and values(found) == (6.25, 0.25, 6.25)
+    (note,) = found["notes"]
+    assert note.startswith("1 steps before a resume are in events") and note.endswith(".b again: its own count")
+    events(tmp_path / "purged", suffix=".a")
+    found = told(events(tmp_path / "purged", start=2, shift=5.0, suffix=".b", purge_step=2))
+    assert found["steps"] == 4 and values(found) == (6.0, 0.25, 6.0)
+    events(tmp_path / "two", suffix=".first")
+    events(tmp_path / "two", shift=5.0, suffix=".second")
+    assert ".second begins at step 1, as an earlier file does. Two runs" in told(tmp_path / "two")["headline"]
+    (second,) = (tmp_path / "two").glob("*.second")
+    assert values(told(second)) == (5.75, 5.25, 5.75)
+
+
+def test_events_are_read_up_to_where_they_are_cut_or_damaged_and_it_is_said(tmp_path: Path) -> None:
+    (path,) = events(tmp_path).iterdir()
+    whole = path.read_bytes()
+    at = 0  # where the first event of step 3 begins: a length of 8 bytes, its sum, the event, its sum
+    for _ in range(5):
+        at += 16 + int.from_bytes(whole[at : at + 8], "little")
+    damaged = whole[: at + 20] + bytes([whole[at + 20] ^ 1]) + whole[at + 21 :]
+    for data, steps in ((whole, 3), (whole[:-5], 3), (damaged, 2)):
+        path.write_bytes(data)
+        found = told(tmp_path)
+        said = f"{path.name} is cut or damaged after step {steps}: nothing behind that was read"
+        assert found["steps"] == steps and found["notes"] == ([] if data is whole else [said])
+    for data in (b"no events at all", b""):
+        path.write_bytes(data)
+        assert "holds no events with a number" in told(tmp_path)["headline"]
+
+
+# How large it is, and what is left of it ------------------------------------------------------------------------------
+
+
+def test_a_sound_run_and_one_whose_tokens_all_shift(judge: Any) -> None:
+    sound = judge([metrics(0.0)] * 12, *TOKEN_IS)
+    assert sound["sound"] and (sound["verdict"], sound["status"]) == ("normal", 0)
+    assert sound["data"] == (
+        "small mismatch, as of two engines in one precision: k3_kl 0, |kl| 0 nats per token over the last 10 steps."
+    )
+    assert sound["correction"] == "holds (mean weight 1, effective sample size 1, tokens kept 1)."
+    unsound = judge([metrics(0.0)] * 12 + [metrics(-0.9)] * 12, *TOKEN_IS)
+    assert (unsound["steps"], unsound["judged"], unsound["verdict"], unsound["status"]) == (24, 10, "fault", 1)
+    assert unsound["data"] == (
+        "large mismatch: k3_kl 0.31, |kl| 0.9 nats per token over the last 10 steps, growth of k3_kl and |kl|, 2 "
+        "warnings (kl, rollout_is_ratio_mean). No correction repairs a shift that all tokens share: find the cause "
+        "with mismatch-plugin inspect DUMP."
+    )
+    assert unsound["trend"].startswith(
+        "k3_kl has grown since about step 13, from 0 to 0.31 nats per token; |kl| has grown"
+    )
+    assert unsound["correction"] == (
+        "does not hold: 1 warning (rollout_is_weight_after_mean); mean weight 0.41, effective sample size 1, tokens "
+        "kept 1."
+    )
+    (of_kl, *_, growth) = unsound["findings"]
+    assert of_kl["fault"] == "kl" and "(10 steps)" in of_kl["evidence"] and growth["fault"] == "growth"
+    assert values(unsound) == (pytest.approx(0.9), 0.0, pytest.approx(0.9))
+    bypass = judge([metrics(-0.9)] * 12, "--flags", "--use-rollout-log-probs")
+    assert "In bypass mode this is of the policy that trains" in bypass["data"]
+    assert judge([metrics(-0.9)] * 5 + [metrics(0.0)] * 40, *TOKEN_IS)["sound"]  # long past: the last tenth is judged
+    assert not judge([metrics(0.0)] * 180 + [metrics(-0.9)] * 2 + [metrics(0.0)] * 15, *TOKEN_IS)["sound"]
+
+
+def test_what_was_not_recorded_is_no_figure(judge: Any) -> None:
+    found = judge([{WEIGHT: 0.9}] * 30, *TOKEN_IS)
+    assert found["data"] == "not judged: neither KL nor the mean |log ratio| was recorded over the last 10 steps."
+    said = "holds (mean weight 0.9, effective sample size not recorded, tokens kept not recorded)."
+    assert found["correction"] == said and (found["verdict"], found["status"]) == ("undecided", 3)
+    assert found["trend"] == "none in 30 steps (KL not recorded)."
+    assert "not judged: mean weight not recorded, effective" in judge([{KL: 0.0}] * 3, *TOKEN_IS)["correction"]
+    for gap, is_advised in ((0.01, True), (0.2, False)):  # nothing says "disabled" below "noticeable"
+        found = judge([{K3: 4e-4, GAP: gap}] * 30)
+        assert (found["recommendation"] is not None) == is_advised == ("small mismatch" in found["data"])
+    found = judge([{K3: 0.05}] * 30)  # advice from k3 alone
+    assert found["status"] == 0 and found["recommendation"]["preset"] == "token_is"
+    assert "%" not in str(found["recommendation"]["reasons"])
+
+
+def test_a_step_that_rejected_everything_has_no_weight_and_one_without_tokens_says_nothing(judge: Any) -> None:
+    kept = {WEIGHT: 0.99, ESS: 0.97, KEPT: 0.8, TOKENS: 100.0, NONE_LEFT: 0.0, KL: 0.0}
+    rejected = {WEIGHT: 0.0, ESS: 0.0, KEPT: 0.0, TOKENS: 100.0, NONE_LEFT: 1.0, KL: 0.0}
+    found = judge([rejected] * 5 + [kept] * 20 + [kept, kept, kept, rejected] * 5, *TOKEN_IS)
+    shown = "mean weight 0.99, effective sample size 0.97, tokens kept 0.56"
+    counts = "Everything was rejected in 3 of the last 10 steps (10 of all 45); means of weights leave these out."
+    assert found["correction"] == f"does not hold: 1 warning (all_rejected); {shown}. {counts}" and not found["sound"]
+    assert values(found, "rollout_is_weight_after_mean")[1] == 0.99
+    assert "Everything was rejected" not in judge([kept] * 45, *TOKEN_IS)["correction"]
+    steps = [{TOKENS: 10.0, KL: 0.0}] * 30 + [{TOKENS: 0.0, KL: 0.0}] * 9 + [{TOKENS: 10.0, KL: 0.02}]
+    assert "|kl| 0.02 nats per token over the last 1 step." in judge(steps, *TOKEN_IS)["data"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "ends"), [(KL, (1e-3, 1e-2, 0.1)), (K3, (1e-3, 1e-2, 0.1)), (GAP, (0.036, 0.11, 0.35))]
+)
+def test_each_of_three_metrics_tells_the_size(metric: str, ends: tuple[float, ...], judge: Any) -> None:
+    """Whichever says most: k1 of noise is 0, and what others record is the mean |log ratio| alone."""
+    words = ["small mismatch, as of", "moderate mismatch", "noticeable mismatch", "large mismatch"]
+    others = dict.fromkeys((KL, K3, GAP), 0.0) if metric != KL else {}
+    for index, end in enumerate(ends):
+        below, above = (judge([{**others, metric: factor * end}] * 3) for factor in (0.95, 1.05))
+        assert below["data"].startswith(words[index]) and below["sound"] and below["verdict"] == "normal"
+        assert above["data"].startswith(words[index + 1]) and above["sound"] is (index < 2)
+        assert (above["verdict"] == "large") is (index == 2) is ("ind the cause with mismatch-plugin" in above["data"])
+
+
+def test_a_correction_that_works_is_sound_on_data_that_are_not(judge: Any) -> None:
+    """χ² is of the data, and no correction changes it: the second verdict says what is left of it."""
+    rollout = [torch.full((30,), -3.0, dtype=torch.float64)] * 4
+    old = [row + torch.tensor([2.0, *[0.0] * 29]) for row in rollout]  # one ρ of e² in thirty: χ² 1.8, KL −.07
+    packed = mp.PackedSequences.from_lists(rollout_log_probs=rollout, old_log_probs=old, loss_masks=[[1] * 30] * 4)
+    for name, sound in (("disabled", False), ("token_is", True)):
+        steps = [mp.correct(packed, mp.preset(name)).statistics.metrics()] * 3
+        found = judge(steps, "--preset", name)
+        assert "large mismatch" in found["data"] and "chi2_token" in found["data"] and found["sound"] is sound
+        assert found["correction"].startswith("holds (mean weight 1," if sound else "none: the loss takes the data as")
+    dry = judge(steps, "--flags", "--use-tis --mismatch-dry-run")
+    assert dry["correction"].startswith("reported only (dry run)")
+    shifted = judge([metrics(math.log(0.7))] * 3, *TOKEN_IS)  # weights hold at ρ = .7 everywhere; somebody's fault
+    assert shifted["correction"].startswith("holds") and not shifted["sound"]
+    assert "No correction repairs a shift" in shifted["data"]
 
 
 def write_run(folder: Path, k3_kl: Sequence[float], tokens: float | None = 4096.0) -> Path:
@@ -56,263 +383,165 @@ def write_run(folder: Path, k3_kl: Sequence[float], tokens: float | None = 4096.
     return folder
 
 
-def export(path: Path, steps: Sequence[dict[str, float]]) -> Path:
-    path.write_text("".join(to_json({"step": i, **step}) + "\n" for i, step in enumerate(steps)))
-    return path
-
-
-# How large it is.
-
-
-def test_a_sound_run_and_one_whose_tokens_all_shift() -> None:
-    sound = judge([metrics(0.0)] * 12)
-    assert sound.sound and sound.verdict == "normal"
-    assert sound.data == (
-        "small mismatch, as of two engines in one precision: k3_kl 0, |kl| 0 nats per token over the last 10 steps."
-    )
-    assert sound.correction == "holds (mean weight 1, effective sample size 1, tokens kept 1)."
-    unsound = judge([metrics(0.0)] * 12 + [metrics(-0.9)] * 12)
-    assert not unsound.sound and (unsound.steps, unsound.judged, unsound.verdict) == (24, 10, "fault")
-    assert unsound.data == (
-        "large mismatch: k3_kl 0.31, |kl| 0.9 nats per token over the last 10 steps, growth of k3_kl and |kl|, 2 "
-        "warnings (kl, rollout_is_ratio_mean). No correction repairs a shift that all tokens share: find the cause "
-        "with mismatch-plugin inspect DUMP."
-    )
-    assert unsound.trend.startswith(
-        "k3_kl has grown since about step 13, from 0 to 0.31 nats per token; |kl| has grown"
-    )
-    assert unsound.correction == (
-        "does not hold: 1 warning (rollout_is_weight_after_mean); mean weight 0.41, effective sample size 1, tokens "
-        "kept 1."
-    )
-    (of_kl, *_, growth) = unsound.findings
-    assert of_kl["fault"] == "kl" and "(10 steps)" in of_kl["evidence"] and growth["fault"] == "growth"
-    assert unsound.metrics[1] == {
-        "metric": "kl", "last step": pytest.approx(0.9), "mean of the last 10": pytest.approx(0.9), "smallest": 0.0,
-        "largest": pytest.approx(0.9),
-    }  # fmt: skip
-    bypass = CONFIG.replace(use_rollout_log_probs=True, use_tis=False)
-    assert "In bypass mode this is of the policy that trains" in judge([metrics(-0.9)] * 12, bypass).data
-    assert judge([metrics(-0.9)] * 5 + [metrics(0.0)] * 40).sound  # long past: the last tenth is judged
-    assert not judge([metrics(0.0)] * 180 + [metrics(-0.9)] * 2 + [metrics(0.0)] * 15).sound
-
-
-def test_what_was_not_recorded_is_no_figure(tmp_path: Path) -> None:
-    found = judge([{WEIGHT: 0.9}] * 30)
-    assert found.data == "not judged: neither KL nor the mean |log ratio| was recorded over the last 10 steps."
-    assert found.correction == "holds (mean weight 0.9, effective sample size not recorded, tokens kept not recorded)."
-    assert found.verdict == "undecided" and found.trend == "none in 30 steps (KL not recorded)."
-    assert "not judged: mean weight not recorded, effective" in judge([{KL: 0.0}] * 3).correction
-    path = export(tmp_path / "weights.jsonl", [{WEIGHT: 0.9}] * 3)
-    assert inspect(path)[0] == 3
-    for gap, advised in ((0.01, True), (0.2, False)):  # nothing says "disabled" below "noticeable"
-        said = inspect(export(path, [{K3: 4e-4, GAP: gap}] * 30))[1]
-        assert ("setting: disabled" in said) == advised == ("small mismatch" in said)
-    status, said = inspect(export(path, [{K3: 0.05}] * 30))  # advice from k3 alone
-    assert status == 0 and "setting: " in said and "%" not in said and "sample size" not in said
-
-
-def test_a_step_that_rejected_everything_has_no_weight() -> None:
-    kept = {WEIGHT: 0.99, ESS: 0.97, KEPT: 0.8, TOKENS: 100.0, NONE_LEFT: 0.0, KL: 0.0}
-    rejected = {WEIGHT: 0.0, ESS: 0.0, KEPT: 0.0, TOKENS: 100.0, NONE_LEFT: 1.0, KL: 0.0}
-    found = judge([rejected] * 5 + [kept] * 20 + [kept, kept, kept, rejected] * 5)
-    shown = "mean weight 0.99, effective sample size 0.97, tokens kept 0.56"
-    counts = "Everything was rejected in 3 of the last 10 steps (10 of all 45); means of weights leave these out."
-    assert found.correction == f"does not hold: 1 warning (all_rejected); {shown}. {counts}" and not found.sound
-    (row,) = [row for row in found.metrics if row["metric"] == "rollout_is_weight_after_mean"]
-    assert row["smallest"] == 0.99 and math.isnan(float(row["last step"]))
-    assert "Everything was rejected" not in judge([kept] * 45).correction
-
-
-def test_steps_without_tokens_say_nothing() -> None:
-    steps = [{TOKENS: 10.0, KL: 0.0}] * 30 + [{TOKENS: 0.0, KL: 0.0}] * 9 + [{TOKENS: 10.0, KL: 0.02}]
-    assert "|kl| 0.02 nats per token over the last 1 step." in judge(steps).data
-    with pytest.raises(ValueError, match="no response token"):
-        judge([{TOKENS: 0.0, KL: 0.0}] * 12)
-
-
-# Growth.
-
-
-def noise(steps: int, seed: int, memory: float = 0.0, spread: float = 0.2) -> np.ndarray:
-    values = np.random.default_rng(seed).normal(0.0, spread, steps)
-    for i in range(1, steps):
-        values[i] = memory * values[i - 1] + math.sqrt(1 - memory**2) * values[i]
-    return values
-
-
-def trends(log_values: np.ndarray, metric: str = K3) -> list[Trend]:
-    return trends_of(range(1, len(log_values) + 1), [{metric: math.exp(value)} for value in log_values])
-
-
-@pytest.mark.parametrize("memory", [0.0, 0.6])
-def test_a_flat_run_has_no_trend(memory: float) -> None:
-    alarms = [seed for seed in range(60) if trends(-8.0 + noise(150, seed, memory))]
-    alarms += [seed for seed in range(60) if trends(-8.0 + noise(25, seed, memory, 0.5))]
-    assert len(alarms) <= 2, alarms
-    assert not trends(-8.0 + noise(150, 0) - 0.02 * np.arange(150))  # falls
-    assert not trends(-8.0 + noise(400, 3, spread=0.05) + 0.3 * (np.arange(400) >= 200))  # little
-    assert not trends(np.full(50, -8.0)) and not trends(np.full(50, -np.inf))  # aligned kernels
-    assert not trends(np.linspace(-8.0, -2.0, MIN_STEPS - 1)) and not trends(np.full(50, np.nan))
-
-
-@pytest.mark.parametrize("memory", [0.0, 0.5])
-def test_growth_is_named_whichever_metric_shows_it(memory: float) -> None:
-    since = np.maximum(np.arange(120) - 59.0, 0.0)
-    shapes = [0.06 * since, 3.0 * (since > 0), np.log1p(10 * since), np.log1p(since)]
-    for seed, (shape, metric) in enumerate(product(shapes, (KL, K3, GAP))):
-        log_values = -8.0 + noise(120, seed, memory) + shape
-        (found,) = trends(log_values, metric)
-        assert found.metric == metric.removeprefix("rollout_corr/") and 50 <= found.began <= 70, found
-        assert found.after / found.before == pytest.approx(math.exp(shape[-6:].mean()), rel=0.6)
-    (found,) = trends(-8.0 + noise(5000, 2) + 0.002 * np.maximum(np.arange(5000) - 2999.0, 0.0))
-    assert abs(found.began - 3000) <= 300
-    log_values = -8.0 + noise(120, 0) + 3.0 * (since > 0)
-    order = np.random.default_rng(0).permutation(120)  # put in order, and of a step that is there twice the later
-    rows = [{K3: math.exp(value)} for value in log_values]
-    again = trends_of([120, *(int(i) + 1 for i in order)], [{K3: 9e9}, *(rows[i] for i in order)])
-    assert again == trends(log_values)
-
-
-def test_a_kl_that_grows_under_a_k3_that_stays_is_told() -> None:
-    """The shift of half the tokens up and half down, or k3 of an estimator that is clamped."""
-    kl = [7e-4 * (9300 ** (max(0, step - 100) / 99)) for step in range(200)]
-    found = judge([{KL: value, K3: 4e-4} for value in kl], None)
-    (trend,) = found.trends
-    assert trend.metric == "kl" and trend.broke and found.verdict == "large" and not found.sound
-    assert found.trend.startswith("|kl| has grown ") and found.trend.endswith("nats per token.")
-    assert found.data.startswith("large mismatch: k3_kl 0.0004, |kl| ") and "growth of |kl|, 1 warning" in found.data
-    grown = judge([{K3: 5e-5 * 6.0 ** (step > 100)} for step in range(200)], None)  # six times is no fault
-    assert grown.sound and grown.verdict == "normal" and "has grown" in grown.trend
-    assert judge([{KL: 7e-4, K3: 4e-4}] * 200, None).trend == "none in 200 steps (k3_kl, |kl|)."
-    assert judge([{KL: 7e-4}] * 19, None).trend == "none in 19 steps: it takes 20 to tell."
-
-
 def test_a_run_is_gated(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", [9e-4, *[6e-4] * 10])  # of which the last ten are judged
-    for arguments, status, said in (
-        ((), 0, ""),
-        (("--gate",), 0, "gate: passed: k3_kl 0.0006, bar 0.001 nats per token"),
-        (("--gate-kl", "1e-4"), 1, "gate: FAILED: k3_kl 0.0006, bar 0.0001 nats per token"),
-    ):
-        found, output = inspect(run, *arguments)
-        assert found == status and said in output and ("gate:" in output) == bool(arguments)
-        gate = json.loads(inspect(run, *arguments, "--json")[1])["gate"]
-        assert (gate and gate["passed"]) == (not status if arguments else None)
-    status, output = inspect(write_run(tmp_path / "few", [6e-4] * 10, tokens=9.0), "--gate")
-    assert status == 3 and "gate: not decided, too few tokens" in output
+    sound = write_run(tmp_path / "run", [9e-4, *[6e-4] * 10])  # of which the last ten are judged
+    few = write_run(tmp_path / "few", [6e-4] * 10, tokens=9.0)
     untold = write_run(tmp_path / "untold", [6e-4] * 10, tokens=None)  # by k3 alone
-    assert inspect(untold, "--gate")[0] == 0 and inspect(untold, "--gate-kl", "5e-4")[0] == 1
-    status, output = inspect(export(tmp_path / "kl.jsonl", [{KL: 0.0}] * 3), "--gate")
-    assert status == 3 and "gate: not decided, k3_kl was not recorded: bar 0.001" in output
-    status, output = inspect(run, "--gate-kl", "0")
-    assert status == 2 and "the bar of the gate is 0" in output
+    of_kl = write(tmp_path / "kl.jsonl", [{KL: 0.0}] * 3)
+    for path, options, status, said in (
+        (sound, (), 0, ""),
+        (sound, ("--gate",), 0, "gate: passed: k3_kl 0.0006, bar 0.001 nats per token"),
+        (sound, ("--gate-kl", "1e-4"), 1, "gate: FAILED: k3_kl 0.0006, bar 0.0001 nats per token"),
+        (few, ("--gate",), 3, "gate: not decided, too few tokens"),
+        (untold, ("--gate",), 0, "gate: passed"),
+        (untold, ("--gate-kl", "5e-4"), 1, "gate: FAILED"),
+        (of_kl, ("--gate",), 3, "gate: not decided, k3_kl was not recorded: bar 0.001"),
+    ):
+        result = run(path, "--no-pictures", *options)
+        assert result.exit_code == status and said in result.output and ("gate:" in result.output) == bool(options)
+        gate = told(path, *options)["gate"]
+        assert (gate and gate["passed"]) == ({0: True, 1: False, 3: None}[status] if options else None)
 
 
 @pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 def test_settings_are_those_of_the_run_or_those_that_are_given(tmp_path: Path) -> None:
-    path = export(tmp_path / "export.jsonl", [metrics(0.0)] * 3)
-    unknown = "correction: not judged, since the run's settings are not known: give them with --config"
-    status, output = inspect(path, columns=200)
-    assert status == 0 and unknown in output and "launch" not in output  # nobody's names
+    path = write(tmp_path / "export.jsonl", [{"step": at, **metrics(0.0)} for at in range(3)])
+    said = text(path, "--no-pictures", columns=200)
+    assert "correction: not judged, since the run's settings are not known: give them with --config" in said
+    assert "launch" not in said  # nobody's names
     for host, line in (("verl", "verl.trainer.main_ppo"), ("slime", "launch train.py")):
-        assert line in inspect(path, "--host", host, columns=200)[1]
-    (tmp_path / "settings.yaml").write_text("preset: token_is\n")
-    for given in (("--preset", "token_is"), ("--flags", "--use-tis --tis-upper-bound 3"),
-                  ("--config", tmp_path / "settings.yaml")):  # fmt: skip
-        status, output = inspect(path, *given)
-        assert status == 0 and "correction: holds" in output and "setting: " not in output
-        assert json.loads(inspect(path, *given, "--json")[1])["settings"] == str(given[1])
-    assert "correction: none: the loss takes" in inspect(path, "--preset", "disabled")[1]
-    for bad in (("--preset", "token_is", "--flags", "--use-tis"), ("--flags", "--lr 3"), ("--preset", "no_such")):
-        assert inspect(path, *bad)[0] == 2
+        assert line in text(path, "--no-pictures", "--host", host, columns=200)
+    write(tmp_path / "settings.yaml", "preset: token_is\n")
+    for given in (TOKEN_IS, ("--flags", "--use-tis --tis-upper-bound 3"), ("--config", tmp_path / "settings.yaml")):
+        said = text(path, "--no-pictures", *given)
+        assert "correction: holds" in said and "setting: " not in said
+        assert told(path, *given)["settings"] == str(given[1])
     # A preset may hold a threshold that only sets a metric, which is refused where it is given by hand.
     write_step(tmp_path / "run", mp.preset("ppo_is_bypass", threshold=3.0), metrics(0.0))
-    assert inspect(tmp_path / "run")[0] == 0
+    assert told(tmp_path / "run")["status"] == 0
     # `compare` writes them into config.json, and the metrics below "metrics".
     (tmp_path / "lab").mkdir()
     line = {"step": 1, "reward": 0.5, "metrics": {KL: 0.05, WEIGHT: 1.0}, "seconds": {"train": 0.1}}
-    (tmp_path / "lab" / "metrics.jsonl").write_text(to_json({"step": 0, "held_out": 0.1}) + "\n" + to_json(line) + "\n")
-    lab = {"settings": {}, "mismatch": CONFIG.model_dump(mode="json")}
-    (tmp_path / "lab" / "config.json").write_text(json.dumps(lab))
-    body = json.loads(inspect(tmp_path / "lab", "--json")[1])
-    assert body["settings"] == str(tmp_path / "lab" / "config.json") and body["correction"].startswith("holds")
+    write(tmp_path / "lab" / "metrics.jsonl", [{"step": 0, "held_out": 0.1}, line])
+    (tmp_path / "lab" / "config.json").write_text(
+        json.dumps({"settings": {}, "mismatch": CONFIG.model_dump(mode="json")})
+    )
+    found = told(tmp_path / "lab")
+    assert found["settings"] == str(tmp_path / "lab" / "config.json") and found["correction"].startswith("holds")
 
 
-DUMP_ONLY = {
-    "--samples": "3", "--prompts": "prompts.json", "--max-staleness": "2", "--weight-version": "7", "--eos-id": "0",
-    "--temperature": "0", "--max-new-tokens": "9", "--url": "http://localhost:1", "--accept": "staleness",
-}  # fmt: skip
+# Growth ---------------------------------------------------------------------------------------------------------------
 
 
-def test_no_option_without_a_meaning_is_ignored(tmp_path: Path) -> None:
-    run = write_run(tmp_path, [6e-4] * 10)
-    for option, value in DUMP_ONLY.items():
-        status, output = inspect(run, option, value)
-        assert status == 2 and f"{option} is not for that" in output, option
-    assert inspect(run, "--samples", "64", "--max-staleness", "1")[0] == 0  # what they are by default
-    result = CliRunner().invoke(app, ["inspect", str(run), "--no-pictures", "--pictures", "x"])
-    assert result.exit_code == 2 and "contradict each other" in result.output
+def drawn(steps: int, seed: int, memory: float = 0.0, spread: float = 0.2) -> np.ndarray:
+    noise = np.random.default_rng(seed).normal(0.0, spread, steps)
+    for i in range(1, steps):
+        noise[i] = memory * noise[i - 1] + math.sqrt(1 - memory**2) * noise[i]
+    return -8.0 + noise
 
 
-def test_what_cannot_be_read_is_one_sentence_or_json(tmp_path: Path) -> None:
-    for name in (None, "settings.json"):
-        if name is not None:
-            (tmp_path / name).write_text("{}")
-        status, output = inspect(tmp_path)
-        assert status == 2 and "holds no step yet" in output
-    (tmp_path / "metrics.jsonl").write_text(f'{{"{KL}": 0.1}}\n[1]\n')
-    status, output = inspect(tmp_path)
-    assert status == 2 and output.startswith("cannot inspect: ") and "line 2 is no step" in output
-    found = json.loads(inspect(tmp_path, "--json")[1])
-    assert found["verdict"] == "cannot_read" and "line 2 is no step" in found["headline"]
-    (tmp_path / "metrics.jsonl").write_text(f'{{"{KL}": 0.1}}\n')
-    (tmp_path / "settings.json").write_text("[" * 100_000)
-    status, output = inspect(tmp_path)
-    assert status == 2 and "settings.json is not valid" in output
+def exp(log_values: np.ndarray, metric: str = K3) -> list[Step]:
+    return [{metric: math.exp(value)} for value in log_values]
 
 
-@pytest.mark.parametrize("metric", [KL, K3, GAP])
-def test_each_of_three_metrics_tells_the_size(metric: str) -> None:
-    """Whichever says most: k1 of noise is 0, and what others record is the mean |log ratio| alone."""
-    ends = (0.036, 0.11, 0.35) if metric == GAP else (1e-3, 1e-2, 0.1)
-    words = ["small mismatch, as of", "moderate mismatch", "noticeable mismatch", "large mismatch"]
-    others = dict.fromkeys((KL, K3, GAP), 0.0) if metric != KL else {}
-    for index, end in enumerate(ends):
-        below, above = (judge([{**others, metric: factor * end}] * 3, None) for factor in (0.95, 1.05))
-        assert below.data.startswith(words[index]) and below.sound and below.verdict == "normal"
-        assert above.data.startswith(words[index + 1]) and above.sound is (index < 2)
-        assert (above.verdict == "large") is (index == 2) is ("ind the cause with mismatch-plugin" in above.data)
+@pytest.mark.parametrize("memory", [0.0, 0.6])
+def test_a_flat_run_has_no_trend(memory: float, judge: Any) -> None:
+    flat = [drawn(150, seed, memory) for seed in range(10)] + [drawn(25, seed, memory, 0.5) for seed in range(10)]
+    assert sum(bool(judge(exp(one))["trends"]) for one in flat) <= 1
+    for quiet in (
+        drawn(150, 0) - 0.02 * np.arange(150),  # falls
+        drawn(400, 3, spread=0.05) + 0.3 * (np.arange(400) >= 200),  # little
+        np.full(50, -8.0),
+        np.full(50, -np.inf),  # aligned kernels
+        np.linspace(-8.0, -2.0, 19),  # too few
+    ):
+        assert judge(exp(quiet))["trends"] == []
+    assert judge([{KL: 7e-4}] * 19)["trend"] == "none in 19 steps: it takes 20 to tell."
+    assert judge([{KL: 7e-4, K3: 4e-4}] * 200)["trend"] == "none in 200 steps (k3_kl, |kl|)."
 
 
-def test_a_correction_that_works_is_sound_on_data_that_are_not() -> None:
-    """χ² is of the data, and no correction changes it: the second verdict says what is left of it."""
-    rollout = [torch.full((30,), -3.0, dtype=torch.float64)] * 4
-    old = [row + torch.tensor([2.0, *[0.0] * 29]) for row in rollout]  # one ρ of e² in thirty: χ² 1.8, KL −.07
-    packed = mp.PackedSequences.from_lists(rollout_log_probs=rollout, old_log_probs=old, loss_masks=[[1] * 30] * 4)
-    for name, sound in (("disabled", False), ("token_is", True)):
-        config = mp.preset(name)
-        found = judge([mp.correct(packed, config).statistics.metrics()] * 3, config)
-        assert "large mismatch" in found.data and "chi2_token" in found.data and found.sound is sound
-        assert found.correction.startswith("holds (mean weight 1," if sound else "none: the loss takes the data as")
-    shifted = judge([metrics(math.log(0.7))] * 3)  # weights hold at ρ = .7 everywhere; somebody's fault all the same
-    assert shifted.correction.startswith("holds") and not shifted.sound
-    assert "No correction repairs a shift" in shifted.data
+SINCE = np.maximum(np.arange(120) - 59.0, 0.0)
+SHAPES = (0.06 * SINCE, 3.0 * (SINCE > 0), np.log1p(10 * SINCE), np.log1p(SINCE))
+
+
+@pytest.mark.parametrize(("shape", "metric"), [*product(range(4), (KL, K3, GAP))])
+def test_growth_is_named_whichever_metric_shows_it(shape: int, metric: str, judge: Any) -> None:
+    for memory in (0.0, 0.5):
+        (found,) = judge(exp(drawn(120, shape, memory) + SHAPES[shape], metric))["trends"]
+        assert found["metric"] == metric.removeprefix("rollout_corr/") and 50 <= found["began"] <= 71, found
+        assert found["after"] / found["before"] == pytest.approx(math.exp(SHAPES[shape][-6:].mean()), rel=0.6)
+
+
+def test_a_kl_that_grows_under_a_k3_that_stays_is_told_and_steps_are_put_in_order(judge: Any) -> None:
+    """The shift of half the tokens up and half down, or k3 of an estimator that is clamped."""
+    steps = [{"step": at, **row} for at, row in enumerate(exp(drawn(120, 0) + SHAPES[1]), start=1)]
+    turned = [{"step": 120, K3: 9e9}, *reversed(steps)]  # of a step that is there twice the later counts
+    assert judge(turned)["trends"] == judge(steps)["trends"] != []
+    kl = [7e-4 * (9300 ** (max(0, step - 100) / 99)) for step in range(200)]
+    found = judge([{KL: value, K3: 4e-4} for value in kl])
+    (trend,) = found["trends"]
+    assert trend["metric"] == "kl" and found["verdict"] == "large" and not found["sound"]
+    assert found["trend"].startswith("|kl| has grown ") and found["trend"].endswith("nats per token.")
+    assert "growth of |kl|, 1 warning" in found["data"]
+    grown = judge([{K3: 5e-5 * 6.0 ** (step > 100)} for step in range(200)])  # six times is no fault
+    assert grown["sound"] and grown["verdict"] == "normal" and "has grown" in grown["trend"]
+
+
+# Screen and pictures --------------------------------------------------------------------------------------------------
+
+NAMES = (
+    *("rollout_is_mean", "rollout_is_ratio_mean", "rollout_is_weight_after_mean", "rollout_is_ratio_eff_sample_size"),
+    *("rollout_is_veto_fraction", "kl", "k3_kl", "ppl_ratio", "chi2_token", "chi2_seq"),
+)
+
+
+def pictured(folder: Path, names: tuple[str, ...] = NAMES, steps: int = 30) -> Path:
+    for step in range(steps):
+        write_step(folder, CONFIG, {f"rollout_corr/{name}": 0.5 + 0.01 * step for name in names})
+    return folder
 
 
 def test_the_verdict_comes_first_and_fits_one_screen(tmp_path: Path) -> None:
     rollout = [torch.full((30,), -3.0, dtype=torch.float64)] * 8
     old = [row + 0.1 * torch.randn(30, generator=torch.Generator().manual_seed(0)) for row in rollout]
     packed = mp.PackedSequences.from_lists(rollout_log_probs=rollout, old_log_probs=old, loss_masks=[[1] * 30] * 8)
-    for name in ("disabled", "token_is"):
-        step = mp.correct(packed, mp.preset(name)).statistics.metrics()
-        path = export(tmp_path / f"{name}.jsonl", [step] * 30)
-        status, output = inspect(path)  # without its settings: what is recommended is shown
-        lines = output.splitlines()
-        assert status == 0 and len(lines) <= 24, output
-        starts = [next(i for i, line in enumerate(lines) if line.startswith(start)) for start in
-                  ("data: ", "correction: ", "setting: ", "--mismatch-preset", "trend: ", "30 steps")]  # fmt: skip
-        assert starts == sorted(starts) and starts[0] == 0
-        assert "rollout_is_std" not in output and "more metrics: --all or --json" in lines[-1]
-        every = inspect(path, "--all")[1]
-        assert "rollout_is_std" in every and "more metrics" not in every and every.startswith("data: ")
+    step = mp.correct(packed, CONFIG).statistics.metrics()
+    path = write(tmp_path / "a.jsonl", [{"step": at, **step} for at in range(30)])
+    result = run(path, "--no-pictures", columns=80)  # without its settings: what is recommended is shown
+    lines = result.output.splitlines()
+    assert result.exit_code == 0 and len(lines) <= 24, result.output
+    begins = ("data: ", "correction: ", "setting: ", "--mismatch-preset", "trend: ", "30 steps")
+    starts = [next(i for i, line in enumerate(lines) if line.startswith(start)) for start in begins]
+    assert starts == sorted(starts) and starts[0] == 0
+    assert "rollout_is_std" not in result.output and "more metrics: --all or --json" in lines[-1]
+    every = run(path, "--no-pictures", "--all", columns=80).output
+    assert "rollout_is_std" in every and "more metrics" not in every and every.startswith("data: ")
+
+
+def test_inspect_draws_what_is_there(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need the extra [lab]")
+    assert {*NAMES} <= {metric.name for metric in METRICS}
+    own = pictured(tmp_path / "run")
+    assert run(own).output.splitlines()[-1] == f"picture: {own}/plots/six_panels.png"
+    found = told(own, "--out", tmp_path / "p")
+    assert found["picture"] == str(tmp_path / "p" / "six_panels.png")
+    assert (tmp_path / "p" / "six_panels.png").read_bytes().startswith(b"\x89PNG")
+    assert found["settings"] == str(own / "settings.json") and found["source"] == str(own / "metrics.jsonl")
+    old = pictured(tmp_path / "old", ("rollout_is_eff_sample_size", "kl"), steps=1)  # of an older version
+    write_step(old, CONFIG, {"step": 9, KL: math.nan, "rollout_corr/chi2_token": math.inf})
+    assert "picture: " in run(old).output
+    write(tmp_path / "settings.json", '{"unrelated": 1}')
+    assert "since the run's settings are not known" in text(write(tmp_path / "chart.csv", CHART))
+
+
+def test_the_verdict_does_not_need_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = pictured(tmp_path / "run", ("kl",))
+    result = run(own, "--no-pictures")
+    assert "picture" not in result.output and not (own / "plots").exists()
+    (own / "plots").write_text("a file")
+    blocked = run(own)
+    assert f"no picture: {own}/plots cannot be written" in blocked.output and blocked.exit_code == result.exit_code
+    monkeypatch.delitem(sys.modules, "mismatch_plugin.diagnose.panels", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    without = run(own)
+    assert "pip install 'mismatch-plugin[lab]'" in without.output and without.exit_code == result.exit_code

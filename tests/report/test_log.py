@@ -1,4 +1,5 @@
-"""What a run writes: steps that are numbered, appended and readable, by one run at a time, on any disk."""
+"""What a run writes: steps that are numbered, appended and readable, by one run at a time, on any disk; statistics in
+its lines, of which several steps say together what one batch of all of them says."""
 
 from __future__ import annotations
 
@@ -11,10 +12,7 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,98 +20,101 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.hooks.megatron_step import MegatronStep
-from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.report import log
 from mismatch_plugin.report.log import log_step, read_steps, validate_same_settings, write_step
+from mismatch_plugin.report.state import STATE, merged_metrics, state_of
 
 CONFIG = mp.MismatchConfig()
+STEP = {"rollout_corr/kl": 0.1}
+DEEP = "[" * 100_000
 
 
 def numbers(folder: Path) -> list[float]:
     return [step["step"] for step in read_steps(folder)]
 
 
-def test_steps_are_numbered_where_none_is_given(tmp_path: Path) -> None:
-    for _ in range(2):
-        write_step(tmp_path, CONFIG, {"rollout_corr/kl": 0.1})
-    write_step(tmp_path, CONFIG, {"step": 7, "rollout_corr/kl": 0.1})
-    write_step(tmp_path, CONFIG, {"rollout_corr/kl": 0.1})
-    assert numbers(tmp_path) == [1, 2, 7, 8]
-    assert list(json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])) == ["step", "rollout_corr/kl"]
-
-
 @pytest.mark.parametrize(
     ("before", "step"),
     [
+        ("", 1),
         ('{"step": 4}\n{"step": 5, "metrics": {"a": 1}', 5),  # a kill cut the last line
         ('{"step": 4}\n\n  \n', 5),
-        ('{"a": 1}\n{"a": 2}\n', 3),  # of a version that wrote none
-        ('{"a": 1}\n{"a": 2}\n{"a": {"b": 1}', 3),
+        ('{"a": 1}\n{"a": 2}\n{"a": {"b": 1}', 3),  # of a version that wrote none
         ('{"step": 3.0}\n', 4),
-        ('{"step": 12}\n{"step": ' + "[" * 100_000 + "\n", 13),
+        ('{"step": 12}\n{"step": ' + DEEP + "\n", 13),
         ('{"step": 2}\n' + '{"step": 3, "x": "' + "y" * 200_000 + '"}\n', 4),  # longer than what is read at once
-        ("", 1),
     ],
 )
 def test_numbers_go_on_after_what_is_in_the_file(tmp_path: Path, before: str, step: int) -> None:
     (tmp_path / "metrics.jsonl").write_text(before)
-    write_step(tmp_path, CONFIG, {"rollout_corr/kl": 0.1})
-    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == step
+    write_step(tmp_path, CONFIG, STEP)
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == step and [*last] == ["step", "rollout_corr/kl"]
 
 
-def test_a_metric_that_is_no_number_is_named(tmp_path: Path) -> None:
+def test_steps_come_back_as_written_and_those_of_other_settings_are_refused(tmp_path: Path) -> None:
+    step = {"rollout_corr/kl": math.nan, "rollout_corr/chi2_seq": math.inf, "rollout_corr/k3_kl": 0.1}
+    folder = tmp_path / "deep" / "run"
+    write_step(folder, CONFIG, step)
+    (found,) = read_steps(folder)
+    assert math.isnan(found.pop("rollout_corr/kl"))
+    assert found == {"step": 1, "rollout_corr/chi2_seq": math.inf, "rollout_corr/k3_kl": 0.1}
+    for call in (write_step, lambda *given: validate_same_settings(*given[:2])):
+        with pytest.raises(ValueError, match=r"run holds .* with .*: .* folder"):
+            call(folder, mp.preset("seq_is"), step)
+    assert mp.MismatchConfig.from_file(folder / "settings.json") == CONFIG
+    write_step(folder, CONFIG.model_copy(update={"report_dir": "elsewhere"}), {"step": 7, **step})  # the same one
+    write_step(folder, CONFIG, step)
+    assert numbers(folder) == [1, 7, 8]
     with pytest.raises(ValueError, match=r"metric loss is a Tensor, not a number: give float\(value\)"):
-        write_step(tmp_path, CONFIG, {"rollout_corr/kl": 0.1, "loss": torch.tensor(1.0)})  # type: ignore[dict-item]
-    write_step(tmp_path, CONFIG, {"rollout_corr/kl": 0.1})
-    assert numbers(tmp_path) == [1]  # nothing of the refused step is there
+        write_step(folder, CONFIG, {**STEP, "loss": torch.tensor(1.0)})  # type: ignore[dict-item]
+    assert numbers(folder) == [1, 7, 8]  # nothing of the refused step is there
+    with pytest.raises(ValueError, match="is not there"):
+        numbers(tmp_path / "other.jsonl")
+    os.mkfifo(tmp_path / "settings.json")
+    with pytest.raises(ValueError, match=r"settings\.json is a pipe, not a regular file"):
+        write_step(tmp_path, CONFIG, STEP)
+
+
+@pytest.mark.parametrize("line", ['"step": 5}', "[1]", '{"a": ' + DEEP + "]" * 100_000 + "}", f'{{"a": 1{"0" * 400}}}'])
+def test_a_line_that_a_kill_cut_is_left_out_and_one_that_is_no_step_is_refused(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "state": {"a": 1}\n{"step": 3, "x\n{"step": 4}\n')
+    assert numbers(tmp_path) == [1, 4]
+    path.write_text('{"step": 1}\n' + line + '\n{"step": 6}\n')
+    with pytest.raises(ValueError, match="line 2 is no step"):
+        numbers(tmp_path)
 
 
 _RUN = """
 import sys
 import mismatch_plugin as mp
 from mismatch_plugin.report.log import log_step, validate_same_settings
-config, how, folder = mp.MismatchConfig(), *sys.argv[1:]
-try:
-    validate_same_settings(folder, config, holds=how == "starts")
-except ValueError as error:
-    sys.exit(f"refused: {error}")
-if how == "steps":
-    log_step(folder, config, {"rollout_corr/kl": 0.1})
+config, folder = mp.MismatchConfig(), sys.argv[1]
+validate_same_settings(folder, config, holds=True)
+log_step(folder, config, {"rollout_corr/kl": 0.1})
 print("begun", flush=True)
 sys.stdin.read()
 """
 
 
-def _run(how: str, folder: Path) -> tuple[subprocess.Popen[str], str]:
-    """A process that `starts` a run, or takes its first `steps`, or only `asks`; and its first line."""
-    words = [sys.executable, "-c", _RUN, how, str(folder)]
-    process = subprocess.Popen(words, stdin=-1, stdout=-1, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
-    return process, process.stdout.readline()
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="on Linux")
-@pytest.mark.parametrize("how", ["starts", "steps"])
-def test_a_folder_has_one_live_run(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_has_one_live_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (tmp_path / "same").symlink_to(folder)
-    first, said = _run(how, folder)
-    assert said == "begun\n"
+    first = subprocess.Popen([sys.executable, "-c", _RUN, str(folder)], stdin=-1, stdout=-1, text=True)
+    assert first.stdout is not None and first.stdout.readline() == "begun\n"
     for second in (folder, tmp_path / "same"):
         with pytest.raises(ValueError, match=f"another run is writing to {folder}: give this run another folder"):
             validate_same_settings(second, CONFIG)
         with pytest.raises(ValueError, match="another run is writing"):
-            write_step(second, CONFIG, {"rollout_corr/kl": 0.2})
-    assert (folder / "metrics.jsonl").exists() == (how == "steps")  # the refused run has written nothing
-    assert "refused: another run is writing to" in _run("starts", folder)[1]
-    write_step(tmp_path / "other", CONFIG, {"rollout_corr/kl": 0.2})
+            write_step(second, CONFIG, STEP)
+    write_step(tmp_path / "other", CONFIG, STEP)
     first.kill()
     first.wait()
     validate_same_settings(folder, CONFIG, holds=True)  # the run goes on in this process
-    write_step(folder, CONFIG, {"rollout_corr/kl": 0.2})
-    assert numbers(folder)[-1] == (2 if how == "steps" else 1)
-    assert "refused" in _run("asks", folder)[1]
+    write_step(folder, CONFIG, STEP)
+    assert numbers(folder)[-1] == 2
 
 
 def test_asking_holds_nothing_and_a_disk_without_locks_is_written(
@@ -128,148 +129,57 @@ def test_asking_holds_nothing_and_a_disk_without_locks_is_written(
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     validate_same_settings(tmp_path / "run", CONFIG, holds=True)
-    write_step(tmp_path / "run", CONFIG, {"rollout_corr/kl": 0.1})
-    assert numbers(tmp_path / "run") == [1] and tmp_path / "run" not in log._HELD
-
-
-@pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """A disk on which nothing can be opened for writing as long as the list holds True."""
-    full, real = [True], Path.open
-
-    def opened(self: Path, mode: str = "r", *args: object, **kwargs: object) -> object:
-        if full[0] and set(mode) & set("wa"):
-            raise OSError(28, "No space left on device", str(self))
-        return real(self, mode, *args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Path, "open", opened)
-    monkeypatch.setattr(log, "_warned", set())
-    return full
+    write_step(tmp_path / "run", CONFIG, STEP)
+    assert numbers(tmp_path / "run") == [1]
 
 
 def test_a_hook_warns_once_and_goes_on_where_metrics_cannot_be_written(
-    tmp_path: Path, full_disk: list[bool], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger="mismatch_plugin"):
-        for _ in range(3):
-            log_step(tmp_path, CONFIG, {"rollout_corr/kl": 0.1})
-    (record,) = caplog.records
-    assert f"training goes on (said once for {tmp_path})" in record.message and "No space left" in record.message
-    with pytest.raises(OSError, match="No space left"):  # a loop of one's own is told at once
-        write_step(tmp_path, CONFIG, {"rollout_corr/kl": 0.1})
-    full_disk[0] = False
-    log_step(tmp_path, CONFIG, {"rollout_corr/kl": 0.1})  # it is tried again at every step
-    assert numbers(tmp_path) == [1]
-    (tmp_path / "file").write_text("")  # no folder, and the folder of another run
-    with caplog.at_level(logging.WARNING, logger="mismatch_plugin"):
-        for folder, config in (("file", CONFIG), (".", mp.preset("seq_is"))):
-            log_step(tmp_path / folder, config, {"rollout_corr/kl": 0.1})
-    assert len(caplog.records) == 2 and numbers(tmp_path) == [1]
-
-
-def test_a_step_that_cannot_be_written_does_not_end_the_writer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(log, "_warned", set())
+    (tmp_path / "file").write_text("")
     deep: Any = 0.1
     for _ in range(100_000):
         deep = [deep]
+    write_step(tmp_path / "seq", mp.preset("seq_is"), STEP)
     with caplog.at_level(logging.WARNING, logger="mismatch_plugin"):
-        for value in (deep, deep, 0.1):
-            log_step(tmp_path, CONFIG, {"rollout_corr/kl": value})
-    assert len(caplog.records) == 1 and "recursion" in caplog.records[0].message
-    assert numbers(tmp_path) == [1]
-
-
-def test_a_line_that_a_kill_cut_is_left_out_however_it_ends(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2, "state": {"a": 1}\n{"step": 3, "x\n{"step": 4}\n')
-    assert numbers(tmp_path) == [1, 4]
-    for line in (
-        '"step": 5}',
-        "[1]",
-        "step 5",
-        '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}",
-        f'{{"a": 1{"0" * 400}}}',
-    ):
-        path.write_text('{"step": 1}\n' + line + '\n{"step": 6}\n')
-        with pytest.raises(ValueError, match="line 2 is no step"):
-            numbers(tmp_path)
-
-
-def test_steps_come_back_as_written_and_those_of_other_settings_are_refused(tmp_path: Path) -> None:
-    step = {"rollout_corr/kl": math.nan, "rollout_corr/chi2_seq": math.inf, "rollout_corr/k3_kl": 0.1}
-    write_step(tmp_path / "deep" / "run", CONFIG, step)
-    (found,) = read_steps(tmp_path / "deep" / "run")
-    assert math.isnan(found.pop("rollout_corr/kl"))
-    assert found == {"step": 1, "rollout_corr/chi2_seq": math.inf, "rollout_corr/k3_kl": 0.1}
-    with pytest.raises(ValueError, match=r"run holds .* with .*: .* folder"):
-        write_step(tmp_path / "deep" / "run", mp.preset("seq_is"), step)
-    assert mp.MismatchConfig.from_file(tmp_path / "deep" / "run" / "settings.json") == CONFIG
-    write_step(tmp_path / "deep" / "run", CONFIG.model_copy(update={"report_dir": "elsewhere"}), step)  # the same one
-    assert numbers(tmp_path / "deep" / "run") == [1, 2]
-    with pytest.raises(ValueError, match="is not there"):
-        numbers(tmp_path / "other.jsonl")
-    os.mkfifo(tmp_path / "settings.json")
-    with pytest.raises(ValueError, match=r"settings\.json is a pipe, not a regular file"):
-        write_step(tmp_path, CONFIG, {"rollout_corr/kl": 0.1})
-
-
-def test_slime_asks_before_its_first_step(tmp_path: Path) -> None:
-    write_step(tmp_path, mp.preset("seq_is"), {"rollout_corr/kl": 0.1})
-    run = MegatronStep(lambda args, metrics, number, first: None)
-    config = CONFIG.model_copy(update={"report_dir": str(tmp_path)})
-    with pytest.raises(ValueError, match="holds steps of a run with use_tis True, now False: give this run another"):
-        run.begin(Namespace(), config, ParallelGroups(), SimpleNamespace(), 0)
-
-
-def test_a_run_of_ones_own_is_no_damage_to_the_report(tmp_path: Path) -> None:
-    """Lines with and without a step: what an older version wrote has none."""
-    pytest.importorskip("scipy", reason="the comparison's statistics need scipy (extra lab)")
-    from mismatch_plugin.compare.statistics import read_folder
-
-    folder = tmp_path / "cluster" / "0" / "seed0"
-    folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text('{"rollout_corr/kl": 0.1}\n{"rollout_corr/kl": 0.2}\n')
-    write_step(folder, CONFIG, {"rollout_corr/kl": 0.3})
-    (folder / "done.json").write_text("{}")
-    found = read_folder(tmp_path)
-    run = found.runs["cluster", "0", 0]
-    assert [of.tolist() for of in run.curve("rollout_corr/kl")] == [[1, 2, 3], [0.1, 0.2, 0.3]]
-    assert [sentence for sentence in found.missing if "run.json" not in sentence] == []
+        for _ in range(3):
+            log_step(tmp_path / "file", CONFIG, STEP)
+            log_step(tmp_path / "seq", CONFIG, STEP)  # the folder of another run
+            log_step(tmp_path / "deep", CONFIG, {"rollout_corr/kl": deep})
+    assert len(caplog.records) == 3 and f"training goes on (said once for {tmp_path}" in caplog.records[0].message
+    assert "recursion" in caplog.records[2].message
+    with pytest.raises(OSError, match="file"):  # a loop of one's own is told at once
+        write_step(tmp_path / "file", CONFIG, STEP)
+    (tmp_path / "file").unlink()
+    for name in ("file", "deep"):  # it is tried again at every step
+        log_step(tmp_path / name, CONFIG, STEP)
+        assert numbers(tmp_path / name) == [1]
 
 
 def test_a_disk_that_hangs_does_not_hold_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hangs, real = threading.Event(), log.write_step
+    hangs, written, real = threading.Event(), threading.Event(), log.write_step
 
-    def write(*step: Any) -> None:
-        hangs.wait(60)
-        real(*step)
+    def write(folder: Path, config: mp.MismatchConfig, step: Any, *state: Any) -> None:
+        hangs.wait()
+        real(folder, config, step, *state)
+        if step["step"] == 5:
+            written.set()
 
-    monkeypatch.setattr(log, "write_step", write)
-    monkeypatch.setattr(log, "_WRITER", log._Writer())
-    monkeypatch.setattr(log, "_warned", set())
-    monkeypatch.setattr(log, "WAIT_S", 0.2)
-    monkeypatch.setattr(log, "KEPT", 5)
-    begun = time.monotonic()
+    for name, value in {"write_step": write, "_WRITER": log._Writer(), "WAIT_S": 0.1, "KEPT": 5}.items():
+        monkeypatch.setattr(log, name, value)
     with caplog.at_level(logging.WARNING, logger="mismatch_plugin"):
         for step in range(20):
-            log_step(tmp_path, CONFIG, {"step": step, "rollout_corr/kl": 0.1})
-    assert time.monotonic() - begun < 5.0
+            log_step(tmp_path, CONFIG, {"step": step, **STEP})
     (record,) = caplog.records
     assert "its disk hangs, and 5 steps wait for it" in record.message
     hangs.set()
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "metrics.jsonl").exists() or len(numbers(tmp_path)) < 6:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert numbers(tmp_path) == [0, 1, 2, 3, 4, 5]  # in order
+    assert written.wait(60) and numbers(tmp_path) == [0, 1, 2, 3, 4, 5]  # in order
 
 
 def _log(folder: Path) -> None:
-    log_step(folder, CONFIG, {"rollout_corr/kl": 0.1})
+    log_step(folder, CONFIG, STEP)
 
 
 def test_a_forked_process_writes_with_a_thread_of_its_own(tmp_path: Path) -> None:
@@ -281,13 +191,77 @@ def test_a_forked_process_writes_with_a_thread_of_its_own(tmp_path: Path) -> Non
 
 
 def test_numbers_of_a_host_are_ours_by_name_and_its_own() -> None:
-    given = {
-        "actor/rollout_corr/kl": np.float64(0.5),
-        "actor/grad_norm": torch.tensor(2.0),
-        "lengths": np.ones(3),
-        "run": "a",
-        "done": True,
-        "none": None,
-        "steps": 7,
-    }
+    given = {"actor/rollout_corr/kl": np.float64(0.5), "actor/grad_norm": torch.tensor(2.0), "lengths": np.ones(3)}
+    given |= {"run": "a", "done": True, "none": None, "steps": 7}
     assert log.numbers_in(given) == {"rollout_corr/kl": 0.5, "actor/grad_norm": 2.0, "steps": 7.0}
+
+
+# Statistics in a run's lines ------------------------------------------------------------------------------------------
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "weights and criteria": {
+        "use_tis": True,
+        "tis": {"level": "sequence", "mode": "mask", "upper_bound": 3.0},
+        "rs": {"criteria": ["sequence_max:k2:0.5"], "veto_threshold": 1e-4},
+    },
+    "normalised": {"use_tis": True, "tis": {"batch_normalize": True}},
+    "measured only": {},
+}
+
+
+def batch(steps: range) -> mp.PackedSequences:
+    """Three sequences a step, the same in a step of its own as among others; the mismatch grows."""
+    names = ("old_log_probs", "rollout_log_probs", "loss_masks", "advantages", "weight_versions")
+    rows: dict[str, list[Any]] = {name: [] for name in names}
+    for step in steps:
+        draw = torch.Generator().manual_seed(step)
+        for length in (40, 700, 1 + step):
+            old = -3.0 * torch.rand(length, generator=draw, dtype=torch.float64) - 2.0
+            noise = torch.randn(length, generator=draw, dtype=torch.float64)
+            rows["old_log_probs"].append(old)
+            rows["rollout_log_probs"].append(old - 0.02 * (step + 1) * noise)
+            rows["loss_masks"].append((torch.rand(length, generator=draw) > 0.2).long())
+            rows["advantages"].append(torch.randn((), generator=draw, dtype=torch.float64))
+            rows["weight_versions"].append(torch.full((length,), 3 + step % 2))
+    return mp.PackedSequences.from_lists(**rows)
+
+
+def write_batches(folder: Path, config: mp.MismatchConfig, steps: int) -> Path:
+    for step in range(steps):
+        statistics = mp.correct(batch(range(step, step + 1)), config).statistics
+        write_step(folder, config, {"step": step, **statistics.metrics()}, state_of(statistics))
+    return folder / "metrics.jsonl"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_steps_together_are_one_batch(tmp_path: Path, name: str) -> None:
+    """A mean of the steps' deviations is not the deviation of their tokens."""
+    config = mp.MismatchConfig(metrics="full", **CONFIGS[name])
+    path = write_batches(tmp_path, config, 6)
+    for last in (1, 4, 6):
+        found = merged_metrics(path, config, last)
+        whole = mp.correct(batch(range(6 - last, 6)), config).statistics.metrics()
+        assert found is not None and found.keys() == whole.keys()
+        assert found == pytest.approx(whole, rel=1e-9, abs=1e-12, nan_ok=True), last
+    assert max(map(len, path.read_text().splitlines())) < 1 << 16 and numbers(tmp_path) == [*range(6)]
+    basic = write_batches(tmp_path / "basic", CONFIG, 1)  # only full metrics carry it
+    assert STATE not in json.loads(basic.read_text()) and merged_metrics(basic, CONFIG, 1) is None
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"sums": {"one@tokens": 1}, "maxima": {}},  # of other names
+        {"sums": {"histogram": [2048, 5000, 1]}, "maxima": {}},
+        {"sums": {"histogram": [1e12, 0, 1]}, "maxima": {}},
+        {"sums": {"one@tokens": "many"}, "maxima": {}},
+        None,
+    ],
+)
+def test_what_does_not_belong_together_is_not_merged(tmp_path: Path, state: Any) -> None:
+    config = mp.MismatchConfig(metrics="full")
+    path = write_batches(tmp_path, config, 1)
+    assert merged_metrics(path, config, 2) is not None
+    with path.open("a") as lines:
+        lines.write(json.dumps({"step": 2, STATE: state}) + "\n")
+    assert merged_metrics(path, config, 2) is None

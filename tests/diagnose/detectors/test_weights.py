@@ -1,177 +1,120 @@
-"""Weights that did not arrive, wholly, in part or on one server: named so, and silent where another cause is."""
+"""Weights that did not arrive, wholly, in part or on one server; gaps that only their size tells: named so, and silent
+where another cause is."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from mismatch_plugin.data.read import InputError
+from mismatch_plugin.data.files import write_samples
 from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.data.served import Served
 from mismatch_plugin.data.versions import WeightSpan
-from mismatch_plugin.diagnose.batch import Batch, make_batch
-from mismatch_plugin.diagnose.detectors.layers import Mix, way_back
-from mismatch_plugin.diagnose.detectors.weights import find_not_updated, find_split, find_stale_server, mann_whitney
-from mismatch_plugin.diagnose.diagnosis import diagnose_files
-from mismatch_plugin.diagnose.findings import Finding
-from tests.fixtures.sglang_check.policies import FOLDER, checkpoint, policy, recorded, score, training
+from tests.diagnose.door import CLEAN, RECORDS, faults, findings, inspect, named, run, samples_of, saved, told
+from tests.fixtures.families import build_family
+from tests.fixtures.sglang_check.policies import FOLDER, recorded, score, training
+from tests.fixtures.sglang_check.serving import serving
 
-QUIET = "bfloat16_temperature_1.0"
-Sizes = Callable[[int, int], Any]
+MOVED, PARTLY, MIXED = "weights_not_updated", "weights_partly_updated", "mixed_versions"
 
 
-def _batch(
-    start: str | None, now: str, labels: tuple[str | None, str | None] = (None, None), *, models: bool = False
-) -> Batch:
-    """What the servers sampled from `float32` in bf16; labels: of the records and of the trainer."""
-    ours, theirs = labels
-    samples = [
-        one.with_fields(
-            weight_versions=(WeightSpan(version=ours, start=0, end=len(one)),) if ours else (), trainer_version=theirs
-        )
-        for one in training(now, QUIET)
-    ]
-    if start:
-        first = training(start, QUIET)
-        samples = [one.with_fields(ref_log_probs=s.train_log_probs) for one, s in zip(samples, first, strict=True)]
-    batch = make_batch(samples)
-    mix = Mix(checkpoint(now), checkpoint(start)) if models and start else None
-    return replace(batch, between=mix, from_checkpoint=models)
+def labelled(samples: Any, ours: str | None, theirs: str | None) -> list[Sample]:
+    """Weight versions of the records and of the trainer."""
+    spans = [(WeightSpan(version=ours, start=0, end=len(one)),) if ours else () for one in samples]
+    pairs = zip(samples, spans, strict=True)
+    return [one.with_fields(weight_versions=span, trainer_version=theirs) for one, span in pairs]
 
 
-def _found_in(batch: Batch) -> list[Finding]:
-    items, after = find_not_updated(batch)
-    assert after is batch
-    return [item for item in items if isinstance(item, Finding)]
-
-
-def test_the_way_back_is_one_at_the_start_and_zero_now():
-    at_start, at_now = _batch("float32", "drift-0.02-7"), _batch("drift-0.02-7", "float32")
-    for batch, share in ((at_start, 1.0), (at_now, 0.0)):
-        way = way_back(batch.samples, [sample.train_log_probs for sample in batch])
-        assert way is not None and way.share == pytest.approx(share, abs=0.1) and way.error < 0.05
-        assert (way.nearer > 10) == bool(share) and (way.to_start < way.to_now) == bool(share)
-    assert way_back(at_now.samples[:4], [sample.train_log_probs for sample in at_now][:4]) is None
+# The weights that the run began with ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("start", "now", "labels", "models", "named"),
+    ("start", "now", "labels", "models", "confidence"),
     [
         ("float32", "drift-0.01-7", (None, None), False, "possible"),
-        ("float32", "drift-0.01-7", (None, None), True, "likely"),
         ("float32", "drift-0.01-7", ("step-4", "step-4"), True, "likely"),
-        ("float32", "drift-0.002-7", (None, None), True, "likely"),  # far below the engine's noise
         ("drift-0.01-7", "float32", (None, None), True, None),  # they did arrive
         ("drift-0.03-7", "drift-0.01-8", (None, None), True, None),  # a little old, but not the start's
-        ("float32", "drift-0.01-7", ("0", "0"), True, None),  # it is the start
-        ("float32", "drift-0.01-7", ("step-0", "step-1"), True, None),  # and says so
-        ("float32", "drift-0.01-7", ("step-3", "step-4"), True, "likely"),  # one step behind is not four
+        ("float32", "drift-0.01-7", ("step-0", "step-1"), False, None),  # and says so
+        ("float32", "drift-0.01-7", ("step-3", "step-4"), False, "possible"),  # one step behind is not four
         ("float32", "bfloat16", (None, None), False, None),  # the trainer's own rounding, nothing was updated
-        ("float32", "float32", (None, None), True, None),  # learning rate 0
     ],
 )
 def test_the_start_fits_better(
-    start: str, now: str, labels: tuple[str | None, str | None], models: bool, named: str | None
-):
-    found = _found_in(_batch(start, now, labels, models=models))
-    assert [(item.fault, item.confidence) for item in found] == ([("weights_not_updated", named)] if named else [])
-    for finding in found:
-        assert finding.statistics["share"] == pytest.approx(1, abs=0.15)
-        assert ("--checkpoint" in finding.fix) == (named == "possible") and "weights_checker" in finding.fix
-        assert ("although their labels" in finding.evidence) == (labels[0] is not None)
+    start: str, now: str, labels: tuple[str | None, str | None], models: bool, confidence: str | None
+) -> None:
+    """What the servers sampled is of `float32` in bf16."""
+    samples = labelled(training(now, CLEAN), *labels)
+    first = training(start, CLEAN)
+    samples = [one.with_fields(ref_log_probs=s.train_log_probs) for one, s in zip(samples, first, strict=True)]
+    given = ("--checkpoint", saved(now), "--reference-checkpoint", saved(start)) if models else ()
+    item = named(findings(samples, *given, *(("--weight-version", labels[1]) if models and labels[1] else ())), MOVED)
+    assert (item and item["confidence"]) == confidence
+    if item:
+        assert item["statistics"]["share"] == pytest.approx(1, abs=0.15) and "weights_checker" in item["fix"]
+        assert ("--checkpoint" in item["fix"]) == (confidence == "possible")
+        assert ("although their labels" in item["evidence"]) == (labels[0] is not None)
 
 
-def test_between_both_without_checkpoints_is_possible():
-    batch = _batch("float32", "drift-0.05-7")
-    middle = {s.index: {"rollout_log_probs": (s.train_log_probs + s.ref_log_probs) / 2} for s in batch}  # pyright: ignore
-    (finding,) = _found_in(batch.with_values(middle))
-    assert (finding.fault, finding.confidence) == ("weights_partly_updated", "possible")
-    assert "--reference-checkpoint" in finding.fix and finding.statistics["share"] == pytest.approx(0.5, abs=0.1)
-    labels = {"weight_versions": (WeightSpan(version="1", start=0, end=1),), "trainer_version": "2"}
-    labelled = {index: fields | labels for index, fields in middle.items()}
-    assert _found_in(batch.with_values(labelled)) == []  # one step of two behind, as the labels say
-
-
-@pytest.mark.parametrize("size", [0.01, 0.05])
-@pytest.mark.parametrize("new", [True, False])
-def test_layers_are_named(size: float, new: bool):
-    forms = (f"layer-{size}-8", f"others-{size}-7")
-    start, now = forms if new else forms[::-1]
-    (finding,) = _found_in(_batch(start, now, models=True))
-    assert finding.fault == "weights_partly_updated" and finding.confidence == "likely"
-    assert f"only this is {'new' if new else 'old'}: layer 1 (1 of 4 parts)" in finding.evidence
-    assert finding.statistics["parts_old"] == (3 if new else 1)
-
-
-def test_steps_in_between_are_no_parts():
-    assert _found_in(_batch("drift-0.03-7", "drift-0.02-8", models=True)) == []
-
-
-def test_a_mix_is_what_it_says_and_leaves_the_model_as_it_was():
-    now, start = checkpoint("drift-0.05-7"), checkpoint("float32")
-    mix, batch = Mix(now, start), _batch("float32", "drift-0.05-7")
-    by_layer, by_kind = mix.parts
-    assert list(by_layer) == ["embeddings", "layer 0", "layer 1", "output head"]
-    assert by_kind["mlp.up_proj.weight"] == tuple(f"model.layers.{at}.mlp.up_proj.weight" for at in (0, 1))
-    sample, before = batch.samples[0], policy("drift-0.05-7").state_dict()
-    before = {name: value.clone() for name, value in before.items()}
-    every = [name for names in by_layer.values() for name in names]
-    for names, form in (((), "drift-0.05-7"), (every, "float32"), (by_layer["layer 1"], "")):
-        expected = score(form, [recorded(QUIET)[0]])[0].train_log_probs if form else None
-        values = mix.log_probs(sample, names)
-        assert expected is None or np.allclose(values, expected, atol=1e-4)
-    assert all(torch.equal(value, before[name]) for name, value in policy("drift-0.05-7").state_dict().items())
-
-
-def test_checkpoints_of_two_models_are_refused():
-    one, other = checkpoint("float32"), checkpoint("float32")
-    other.model = torch.nn.Linear(2, 2)
-    with pytest.raises(InputError, match=r"another shape of \S+ than --checkpoint"):
-        Mix(one, other)
-
-
-def _made(size: Sizes, who: Callable[[int], dict[str, Any]], samples: int = 48, length: int = 40) -> Batch:
-    """size(sample, position): standard deviation of the logits' change. who: fields of the record, and `trainer`."""
-    generator = np.random.default_rng(3)
-    made = []
-    for index in range(samples):
-        p = generator.uniform(0.02, 0.95, length) ** (1 + index % 3)  # some responses are surer than others
-        sizes = np.array([size(index, at) for at in range(length)])
-        gap = (1 - p) * sizes * generator.standard_normal(length)
-        rollout = np.minimum(np.log(p), -1e-3)
-        told = dict(who(index))
-        trainer = told.pop("trainer", None)
-        made.append(
-            Sample(
-                response_ids=np.arange(length),
-                rollout_log_probs=rollout,
-                train_log_probs=np.minimum(rollout + gap, 0),
-                trainer_version=trainer,
-                **told,
-            )
+def test_between_both_without_checkpoints_is_possible() -> None:
+    pairs = [*zip(training("drift-0.05-7", CLEAN), training("float32", CLEAN), strict=True)]
+    middle = [
+        one.with_fields(
+            ref_log_probs=start.train_log_probs,
+            rollout_log_probs=(one.train_log_probs + start.train_log_probs) / 2,
+            weight_versions=(),
         )
-    return make_batch(made)
-
-
-def _run(sizes: list[float], *, trainer: bool = True, per_step: int = 24) -> Batch:
-    """A step a size, whose labels say so."""
-
-    def who(index: int) -> dict[str, Any]:
-        label = f"v{index // per_step}"
-        spans = [WeightSpan(version=label, start=0, end=40)]
-        return {"weight_versions": spans} | ({"trainer": label} if trainer else {})
-
-    return _made(lambda sample, _: sizes[sample // per_step], who, samples=per_step * len(sizes))
+        for one, start in pairs
+    ]
+    item = named(findings(middle), PARTLY)
+    assert item and item["confidence"] == "possible" and "--reference-checkpoint" in item["fix"]
+    assert item["statistics"]["share"] == pytest.approx(0.5, abs=0.1)
+    assert named(findings(labelled(middle, "1", "2")), PARTLY) is None  # one step of two behind, as the labels say
 
 
 @pytest.mark.parametrize(
-    ("sizes", "named"),
+    ("start", "now", "which"), [("layer-0.02-8", "others-0.02-7", "new"), ("others-0.02-7", "layer-0.02-8", "old")]
+)
+def test_layers_that_arrived_or_did_not_are_named(start: str, now: str, which: str, tmp_path: Path) -> None:
+    build_family("gpt_neox", 0).save_pretrained(tmp_path)
+    refused = run(RECORDS, "--checkpoint", saved(now), "--reference-checkpoint", tmp_path)
+    assert refused.exit_code == 2 and "another shape of" in refused.output.replace("\n", " ")
+    (item,) = findings(recorded(CLEAN), "--checkpoint", saved(now), "--reference-checkpoint", saved(start))
+    assert (item["fault"], item["confidence"]) == (PARTLY, "likely")
+    assert f"only this is {which}: layer 1 (1 of 4 parts)" in item["evidence"]
+    assert item["statistics"]["parts_old"] == (3 if which == "new" else 1)
+
+
+# By the gap alone -----------------------------------------------------------------------------------------------------
+
+Sizes = Callable[[int, int], Any]
+Who = Callable[[int], dict[str, Any]]
+
+
+def made(size: Sizes, who: Who = lambda _: {}, samples: int = 48, length: int = 40) -> list[Sample]:
+    """size(sample, position): standard deviation of the logits' change. who: further fields."""
+    draw = np.random.default_rng(3)
+    rollout, train = [], []
+    for index in range(samples):
+        p = draw.uniform(0.02, 0.95, length) ** (1 + index % 3)  # some responses are surer than others
+        gap = (1 - p) * np.array([size(index, at) for at in range(length)]) * draw.standard_normal(length)
+        rollout.append(np.minimum(np.log(p), -1e-3))
+        train.append(np.minimum(rollout[-1] + gap, 0))
+    return samples_of(rollout, train, each=[who(index) for index in range(samples)])
+
+
+def of_version(version: str, trainer: str | None) -> dict[str, Any]:
+    return {"weight_versions": [WeightSpan(version=version, start=0, end=40)], "trainer_version": trainer}
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize(
+    ("sizes", "confidence"),
     [
         ([0.02, 0.05, 0.07, 0.09, 0.1], "likely"),
         ([0.02, 0.024, 0.028, 0.032, 0.036], "possible"),
@@ -181,140 +124,288 @@ def _run(sizes: list[float], *, trainer: bool = True, per_step: int = 24) -> Bat
         ([0.02, 0.1], None),  # two versions are no trend
     ],
 )
-@pytest.mark.parametrize("trainer", [True, False])
-def test_a_gap_that_grows_from_the_first_version_on(sizes: list[float], named: str | None, trainer: bool):
-    found = _found_in(_run(sizes, trainer=trainer))
-    assert [(item.fault, item.confidence) for item in found] == ([("weights_not_updated", named)] if named else [])
-    for finding in found:
-        assert "from version 0 to 4" in finding.evidence and finding.first is not None and finding.first.sample == 24
-        assert ("--reference-checkpoint" in finding.fix) == (named == "possible")
+def test_a_gap_that_grows_from_the_first_version_on(sizes: list[float], confidence: str | None, is_told: bool) -> None:
+    def who(index: int) -> dict[str, Any]:
+        label = f"v{index // 24}"
+        return of_version(label, label if is_told else None) | {"step": index // 24}
+
+    item = named(findings(made(lambda sample, _: sizes[sample // 24], who, samples=24 * len(sizes))), MOVED)
+    assert (item and item["confidence"]) == confidence
+    if item:
+        assert "from version 0 to 4" in item["evidence"] and item["first"]["sample"] == 24
+        assert ("--reference-checkpoint" in item["fix"]) == (confidence == "possible")
 
 
-def test_one_checkpoint_for_all_versions_is_no_growth():
-    batch = _run([0.02, 0.05, 0.07, 0.09, 0.1])
-    assert _found_in(replace(batch, from_checkpoint=True)) == []
-
-
-def test_from_folders_to_the_finding(tmp_path: Path):
-    for form in ("layer-0.02-8", "others-0.02-7", "drift-0.02-7"):
-        policy(form).save_pretrained(tmp_path / form)
-    records = FOLDER / f"{QUIET}.jsonl"
-    start = {"reference_checkpoint": tmp_path / "others-0.02-7"}
-    result = diagnose_files(records, checkpoint=tmp_path / "layer-0.02-8", reading=start, brief=True)
-    assert [item.fault for item in result.findings] == ["weights_partly_updated"]
-    path = tmp_path / "training.jsonl"
-    lines = [{"train_log_probs": sample.train_log_probs.tolist()} for sample in training("drift-0.02-7", QUIET)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    policy("float32").save_pretrained(tmp_path / "start")
-    begun = {"reference_checkpoint": tmp_path / "start"}
-    for now, confidence in ((None, "possible"), (tmp_path / "drift-0.02-7", "likely")):
-        result = diagnose_files(records, path, checkpoint=now, reading=begun, brief=True)
-        assert [(item.fault, item.confidence) for item in result.findings] == [("weights_not_updated", confidence)]
-        assert any("weights that the run began with" in note for note in result.notes)
-    begun = {"reference_checkpoint": tmp_path / "others-0.02-7"}
-    result = diagnose_files(records, path, reading=begun, brief=True)
-    assert [item.fault for item in result.findings] == ["unexplained"]  # a gap of .23, and the start does not fit
-
-
-def _stale(batch: Batch) -> Finding | None:
-    (finding,) = find_stale_server(batch)[0] or [None]
-    assert finding is None or isinstance(finding, Finding)
-    return finding
-
-
-def _of_two(index: int) -> dict[str, Any]:
+def of_two(index: int) -> dict[str, Any]:
     return {"server": f"http://{'ab'[index % 2]}:1"}
 
 
-def _of_eight(index: int) -> dict[str, Any]:
+def of_eight(index: int) -> dict[str, Any]:
     return {"server": f"http://{'ab'[index // 4 % 2]}:1", "dp_rank": index % 4}
 
 
-def _labelled(index: int) -> dict[str, Any]:
-    span = WeightSpan(version=("step-4", "step-3")[index % 2], start=0, end=40)
-    return {**_of_two(index), "weight_versions": [span], "trainer": "step-4"}
+def one_in_two(sample: int, _: int) -> float:
+    return (0.03, 0.2)[sample % 2]
 
 
-def test_the_server_that_is_further_off_is_named():
-    finding = _stale(_made(lambda sample, _: (0.03, 0.2)[sample % 2], _of_two))
-    assert finding is not None and finding.confidence == "likely" and finding.samples == 24
-    assert finding.evidence.startswith("Responses of http://b:1 (24 samples)") and "http://a:1" in finding.evidence
-    assert finding.statistics["ratio"] == pytest.approx(0.2 / 0.03, rel=0.25)
-    assert finding.first is not None and finding.first.sample == 1 and "http://b:1" in finding.fix
+def one_in_three(sample: int, _: int) -> float:
+    return 0.3 if sample % 3 == 0 else 0.03
 
 
-@pytest.mark.parametrize(
-    ("size", "who", "samples", "named"),
-    [
-        (lambda sample, _: (0.02, 0.035)[sample % 2], _of_two, 48, "another precision"),
-        (lambda sample, _: (0.02, 0.0215)[sample % 2], _of_two, 48, None),
-        (lambda sample, _: 0.2 if sample % 8 == 6 else 0.03, _of_eight, 128, "of http://b:1 dp_rank 2 (16 samples)"),
-        (lambda *_: 0.03, _of_eight, 128, None),
-        (lambda sample, _: 0.2 if sample % 8 == 6 else 0.03, _of_eight, 40, None),  # 5 samples each
-        (lambda sample, _: (0.03, 0.2)[sample % 2], lambda index: {**_of_two(index), "dp_rank": index % 16}, 48,
-         "of http://b:1 (24 samples)"),  # too few samples a worker
-        (lambda sample, _: (0.03, 0.2)[sample % 2], _labelled, 48, None),  # what labels tell is no surprise
-        (lambda *_: 0.05, lambda index: {"server": f"http://{'abc'[index % 3]}:1"}, 60, None),  # one is surer
-        (lambda sample, at: 1.5 if sample % 2 and at >= 20 else 0.03, _of_two, 48, None),  # it begins in the middle
-    ],
-)  # fmt: skip
-def test_which_server_is_named(size: Sizes, who: Callable[[int], dict[str, Any]], samples: int, named: str | None):
-    finding = _stale(_made(size, who, samples=samples))
-    assert (named in finding.evidence) if named and finding else (finding is None and named is None)
-    assert finding is None or (finding.confidence == "possible") == (named == "another precision")
+def from_the_middle(sample: int, at: int) -> float:
+    return 1.5 if sample % 2 and at >= 20 else 0.03
 
 
-def test_two_populations_without_names_are_possible_and_ask_for_records():
-    batch = _made(lambda sample, _: 0.3 if sample % 3 == 0 else 0.03, lambda _: {})
-    assert _stale(batch) is None
-    (finding,) = find_split(batch)[0]
-    assert isinstance(finding, Finding) and finding.confidence == "possible" and finding.samples == 16
-    assert "`dp_rank`" in finding.fix and "16 of 48" in finding.evidence
-
-
-@pytest.mark.parametrize(
-    "size",
-    [
-        lambda sample, _: 0.05,  # one population
-        lambda sample, _: 0.03 * 10 ** (sample / 48),  # a wide one without a gap
-        lambda sample, _: 0.03 if sample % 2 else 1e-6,  # bf16 and float32 servers: precision explains both
-        lambda sample, _: 0.3 if sample == 0 else 0.03,  # one sample
-        lambda sample, at: 1.5 if sample % 2 and at >= 20 else 0.03,  # another fault, from the middle on
-    ],
-)
-def test_no_two_populations(size: Sizes):
-    assert find_split(_made(size, lambda _: {}))[0] == []
-
-
-def test_two_populations_are_left_to_the_workers_where_they_are_named():
-    def size(sample: int, _: int) -> float:
-        return 0.3 if sample % 3 == 0 else 0.03
-
-    assert _stale(_made(size, _of_two)) is None
-    assert find_split(_made(size, lambda index: {**_of_two(index), "dp_rank": 0}))[0] == []
-    assert find_split(_made(size, _of_two))[0]  # a worker of each server, perhaps
-
-
-def test_responses_that_changed_version_are_no_second_population():
+def changed_version() -> list[Sample]:
     """Early or late in the response: a third of them are mostly of the older weights."""
     ends = [35 if index % 3 == 0 else 10 for index in range(48)]
-    batch = _made(lambda sample, at: 0.3 if at < ends[sample] else 0.03, lambda _: {})
-    assert find_split(batch)[0] != []
-    spans = [(WeightSpan(version="4", start=0, end=end), WeightSpan(version="5", start=end, end=40)) for end in ends]
-    mixed = {index: {"weight_versions": span} for index, span in enumerate(spans)}
-    assert find_split(batch.with_values(mixed))[0] == []
+
+    def who(index: int) -> dict[str, Any]:
+        old, new = (
+            WeightSpan(version=v, start=s, end=e) for v, s, e in (("4", 0, ends[index]), ("5", ends[index], 40))
+        )
+        return {"weight_versions": [old, new]}
+
+    return made(lambda sample, at: 0.3 if at < ends[sample] else 0.03, who)
 
 
-def test_samples_with_other_values_are_no_stale_server():
-    batch = _made(lambda sample, _: 0.03, lambda _: {})
-    other = {at: {"train_log_probs": np.roll(batch.samples[at + 1].train_log_probs, 7)} for at in range(0, 48, 6)}
-    assert find_split(batch.with_values(other))[0] == []
+@pytest.mark.parametrize(
+    ("samples", "confidence", "said"),
+    [
+        (made(one_in_two, of_two), "likely", "Responses of http://b:1 (24 samples)"),
+        (made(lambda sample, _: (0.02, 0.035)[sample % 2], of_two), "possible", "another precision"),
+        (
+            made(lambda s, _: 0.2 if s % 8 == 6 else 0.03, of_eight, 128),
+            "likely",
+            "of http://b:1 dp_rank 2 (16 samples)",
+        ),
+        (
+            made(one_in_two, lambda index: {**of_two(index), "dp_rank": index % 16}),
+            "likely",
+            "of http://b:1 (24 samples)",
+        ),
+        (made(one_in_two, lambda i: of_two(i) | of_version(("step-4", "step-3")[i % 2], "step-4")), None, ""),  # told
+        (made(lambda *_: 0.05, lambda index: {"server": f"http://{'abc'[index % 3]}:1"}, 60), None, ""),  # one is surer
+        # Two populations without names.
+        (made(one_in_three), "possible", "16 of 48"),
+        (made(one_in_three, lambda index: {**of_two(index), "dp_rank": 0}), None, ""),
+        (made(lambda sample, _: 0.03 * 10 ** (sample / 48)), None, ""),  # a wide one without a gap
+        (made(lambda sample, _: 0.03 if sample % 2 else 1e-6), None, ""),  # bf16 and float32: precision explains both
+        (made(lambda sample, _: 0.3 if sample == 0 else 0.03), None, ""),  # one sample
+        (made(from_the_middle), None, ""),  # another fault
+        (changed_version(), None, ""),
+    ],
+)
+def test_which_server_is_further_off(samples: list[Sample], confidence: str | None, said: str) -> None:
+    item = named(findings(samples), "stale_server")
+    assert (item and item["confidence"]) == confidence
+    if item:
+        assert said in item["evidence"]
+        assert ("`dp_rank`" in item["fix"]) if "of 48" in said else ("http://b:1" in item["fix"])
 
 
-def test_mann_whitney_counts_pairs_and_is_close_to_the_exact_test():
-    stats = pytest.importorskip("scipy.stats", reason="the comparison's statistics need scipy (extra lab)")
-    a, b = np.array([3.0, 5.0, 6.0, 7.0]), np.array([1.0, 2.0, 4.0, 5.0])
-    area, p = mann_whitney(a, b)
-    exact = stats.mannwhitneyu(a, b, alternative="greater", method="asymptotic", use_continuity=False)
-    assert (16 * area, p) == pytest.approx((exact.statistic, exact.pvalue))
-    assert mann_whitney(np.ones(9), np.ones(9)) == (0.5, 0.5)
+# Labels ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "trainer", "largest"),
+    [("step-7", "7", None), ("step-7", "8", None), ("step-7", "9", 2.0), ("step-7", "23", 16.0), ("step-7", "6", -1.0),
+     ("default", "1", None), ("default", "0", None), ("default", "default", None)],  # one step is allowed
+)  # fmt: skip
+def test_staleness_in_steps(version: str, trainer: str, largest: float | None) -> None:
+    (one,) = labelled(samples_of([[-1.0]], [[-1.0]]), version, trainer)
+    item = named(findings([one]), "staleness")
+    assert (item and item["statistics"]["largest"]) == largest
+
+
+def test_versions_that_cannot_be_counted_and_those_mixed_inside_and_between_responses_of_one_step() -> None:
+    (one,) = labelled(samples_of([[-1.0]], [[-1.0]]), "main-abc", "12")
+    reasons = {fault: item["reason"] for item in inspect([one], "--brief")["undecided"] for fault in item["faults"]}
+    assert "'main-abc'" in reasons["staleness"] and "12" not in reasons["staleness"]
+    (one,) = labelled(samples_of([[-1.0]], [[-1.0]]), "default", "21")
+    item = named(findings([one]), MOVED)
+    assert item and "never updated, or restarted" in item["evidence"]
+    inside = [WeightSpan(version="4", start=0, end=2), WeightSpan(version="5", start=2, end=3)]
+    item = named(findings(samples_of([[-1.0] * 3], [[-1.1] * 3], weight_versions=inside)), MIXED)
+    assert item and item["first"]["position"] == 2 and "'4' 2, '5' 1 tokens" in item["evidence"]
+    for versions, steps, samples in (("1122", [0, 0, 1, 1], 0), ("1222", [0, 0, 1, 1], 2), ("1122", [None] * 4, 4)):
+        each = [of_version(version, None) | {"step": step} for version, step in zip(versions, steps, strict=True)]
+        rows = [-np.random.default_rng(at).uniform(0.1, 2, 40) for at in range(4)]
+        item = named(findings(samples_of(rows, rows, each=each)), MIXED)
+        assert (item["samples"] if item else 0) == samples
+
+
+def partial_rollout(
+    seed: int, change: Callable[[Sample], Sample] = lambda one: one, drift: float = 0.03
+) -> list[Sample]:
+    """Each response began with weights some steps old and went on with the trainer's. change: of what it scores."""
+    samples = [*training("float32", CLEAN)]
+    old, now = score(f"drift-{drift}-{seed}", samples), score("float32", [change(one) for one in samples])
+    draw = np.random.default_rng(seed)
+    partial = []
+    for one, before, trained in zip(samples, old, now, strict=True):
+        border = int(draw.integers(len(one) // 3, len(one)))
+        versions = (WeightSpan(version="4", start=0, end=border), WeightSpan(version="5", start=border, end=len(one)))
+        values = np.where(np.arange(len(one)) < border, before.train_log_probs, one.rollout_log_probs)
+        given = {"rollout_log_probs": values, "weight_versions": versions, "trainer_version": "5"}
+        partial.append(one.with_fields(train_log_probs=trained.train_log_probs, **given))
+    return partial
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_partial_rollout_is_no_other_fault_hides_none_and_can_be_accepted(seed: int) -> None:
+    found = faults(findings(partial_rollout(seed)))
+    assert MIXED in found and not {*found} & {"wrong_prompt", "retokenised", "stale_server"}
+    cut = partial_rollout(seed, lambda one: one.with_fields(prompt_ids=one.prompt_ids[2:]))
+    assert faults(findings(cut))[0] == "wrong_prompt"
+    samples = partial_rollout(seed, drift=0.06)
+    samples[::4] = labelled(training("float32", CLEAN)[::4], "5", "5")  # of the trainer's alone: no second population
+    assert faults(findings(samples)) == [MIXED]
+    found = inspect(samples, "--brief", "--accept", MIXED)
+    assert found["status"] == 0 and [item["accepted"] for item in found["findings"]] == [True]
+
+
+# Servers that rescore -------------------------------------------------------------------------------------------------
+
+HALF = ("bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("servers", "model", "start", "odd"),
+    [
+        ([("float32", "float32")], "float32", "", []),
+        ([HALF], "float32", "", []),  # precision explains it
+        ([("bfloat16", "float32")], "float32", "", [0]),  # and does not where the server says float32
+        ([("drift-0.0005-7", "float32")], "float32", "", [0]),
+        ([("drift-0.003-7", "bfloat16")], "float32", "", []),  # as far off as bf16: one server alone cannot tell
+        ([("drift-0.02-7", "bfloat16")], "float32", "", [0]),
+        ([("int8", "w8a8_int8")], "float32", "", []),  # a quantised one has a wider bar
+        ([("drift-0.05-7", "w8a8_int8")], "float32", "", [0]),
+        ([HALF, ("drift-0.005-7", "bfloat16"), HALF], "float32", "", [1]),  # below the bar, but the odd one
+        ([HALF, HALF, HALF], "float32", "", []),
+        ([("float32", "float32"), ("float32", "float32"), ("drift-0.01-7", "float32")], "", "", [2]),
+        ([("float32", "float32"), ("drift-0.01-7", "float32")], "", "", [1]),
+        ([("float32", "float32")] * 2, "", "", []),
+        ([("float32", "bfloat16")], "drift-0.003-7", "", []),
+        ([("float32", "bfloat16")], "drift-0.003-7", "float32", [0]),  # it kept the first weights
+    ],
+)
+def test_servers_against_the_checkpoint_or_one_another(
+    servers: list[tuple[str, str]], model: str, start: str, odd: list[int], tmp_path: Path
+) -> None:
+    """servers: (form, what it tells of its precision)."""
+    write_samples(tmp_path / "few.jsonl", recorded("float32_temperature_1.0")[:16])
+    given = [
+        *(["--checkpoint", saved(model)] if model else []),
+        *(["--reference-checkpoint", saved(start)] if start else []),
+    ]
+    with ExitStack() as stack:
+        infos = [{"dtype": d} if d[0] != "w" else {"dtype": "bfloat16", "quantization": d} for _, d in servers]
+        urls = [stack.enter_context(serving(form, info)) for (form, _), info in zip(servers, infos, strict=True)]
+        found = told(tmp_path / "few.jsonl", "--brief", *given, *(word for url in urls for word in ("--url", url)))
+    items = [item for item in found["findings"] if item["fault"] == "server_differs"]
+    assert [at for at, url in enumerate(urls) if any(f"server at {url} " in item["evidence"] for item in items)] == odd
+    if start:
+        assert "fit the weights that the run began with better" in items[0]["evidence"]
+    if len(servers) == 3 and model and odd:
+        assert items[0]["statistics"]["gap"] < items[0]["statistics"]["bar"] and items[0]["confidence"] == "possible"
+
+
+def test_a_router_stands_for_its_workers() -> None:
+    records = FOLDER / "float32_temperature_1.0.jsonl"
+    given = (records, "--brief", "--checkpoint", saved("float32"), "--url")
+    with serving("float32") as good, serving("drift-0.02-7") as bad:
+        for path, listed in (
+            ("/workers", {"urls": [good, bad]}),
+            ("/list_workers", {"urls": [good, bad]}),
+            ("/workers", {"workers": [{"url": f"{good}@0"}, {"url": f"{bad}@1"}, {"id": 3}], "total": 3}),
+        ):
+            with serving(routes={path: listed}) as url:
+                found = told(*given, url)
+            assert faults(found["findings"]) == ["server_differs"] and bad in found["findings"][0]["evidence"]
+            assert found["verdict"] == "fault" and found["findings"][0]["first"] is not None
+        for strange in ([], {"workers": None}, {"urls": [3, "file:///etc"]}):
+            with serving(routes={"/workers": strange}) as url:
+                assert told(*given, url)["findings"] == []  # it is a server itself
+        refused = told(*given, good, "--url", "http://127.0.0.1:9")
+        assert "server at http://127.0.0.1:9 does not rescore" in refused["headline"] and refused["status"] == 2
+
+
+# What is left: the size -----------------------------------------------------------------------------------------------
+
+SHAPE = (32, 80)
+PLACE, SAMPLE = np.arange(SHAPE[1])[None, :], np.arange(SHAPE[0])[:, None]
+Noise = Callable[[np.random.Generator, np.ndarray], np.ndarray]
+SIXTEEN = Served(server="a:1", sglang="0.5", dtype="bfloat16", head_dtype="float32")
+FP8 = SIXTEEN.model_copy(update={"quantization": "fp8"})
+
+
+def gaps(noise: Noise, deep: float = 0.06, **fields: Any) -> list[Sample]:
+    """deep: no token is likelier than e^−deep."""
+    draw = np.random.default_rng(0)
+    rollout = -draw.exponential(1.2, SHAPE) - deep
+    train = np.minimum(rollout + noise(draw, rollout), -1e-4)
+    return samples_of(rollout.tolist(), train.tolist(), draw.integers(0, 500, SHAPE).tolist(), **fields)
+
+
+def of_logits(scale: float, **fields: Any) -> list[Sample]:
+    """Independent noise on each logit: in proportion to 1 − p, and what Σ p e^noise takes away again."""
+    return gaps(lambda draw, rollout: (draw.normal(0, scale, SHAPE) - scale**2 / 2) * -np.expm1(rollout), **fields)
+
+
+def tokens(where: Any, nats: float, **fields: Any) -> list[Sample]:
+    """Quiet but for chosen tokens."""
+    return gaps(lambda draw, _: np.where(where, nats, draw.normal(0, 0.01, SHAPE)), **fields)
+
+
+def rare(draw: np.random.Generator, _: np.ndarray) -> np.ndarray:
+    return np.where(draw.random(SHAPE) < 0.01, draw.normal(-0.5, 1.0, SHAPE), draw.normal(0, 0.01, SHAPE))
+
+
+def often(draw: np.random.Generator, _: np.ndarray) -> np.ndarray:
+    chosen, size = draw.random(SHAPE) < 0.045, draw.choice([-4.0, 2.5], SHAPE)
+    return np.where(chosen, size, draw.normal(0, 0.01, SHAPE))
+
+
+UNEXPLAINED = ("unexplained", "fault", "possible")
+OF_VERSION_4 = {"weight_versions": (WeightSpan(version="4", start=0, end=SHAPE[1]),)}
+LARGE = ("K and V", "RoPE", "LoRA", "--checkpoint NOW --reference-checkpoint START", "--engine fp8")
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "expected", "said"),
+    [
+        (gaps(rare), (), ("moe_routing", "note", "likely"), ("routing replay",)),
+        (gaps(often, deep=3.0), (), ("moe_routing", "fault", "likely"), ()),
+        # Few tokens by a pattern are no routers.
+        (tokens((SAMPLE < 4) & (PLACE % 5 == 0), -5.0), (), UNEXPLAINED, ("most of them in few samples",)),
+        (tokens((PLACE > 70) & ((PLACE + SAMPLE) % 8 == 0), -5.0), (), UNEXPLAINED,
+         ("late in responses",)),
+        # Even noise: of bf16, of quantised pairs, of those alone that are known to be quantised, of none.
+        (of_logits(0.03), (), None, ()),
+        (of_logits(0.09), (), ("quantised", "note", "possible"), ()),
+        (of_logits(0.09, served=SIXTEEN), (), None, ()),
+        (of_logits(0.25, served=FP8), (), ("quantised", "note", "possible"), ()),
+        (of_logits(0.25), ("--engine", "fp8"), ("quantised", "note", "possible"), ()),
+        (of_logits(0.25), (), UNEXPLAINED, LARGE),
+        (of_logits(0.8), (), UNEXPLAINED,
+         ("k3 0.127 is above 0.1 and mean |gap| 0.396 is above 0.35", "samples: the median one has k3")),
+        # Noise that likely tokens do not have, or that labels explain.
+        (gaps(lambda draw, rollout: draw.normal(0, 0.08, SHAPE) * -rollout), (), None, ()),
+        (of_logits(0.25, **OF_VERSION_4, trainer_version="5"), (), None, ()),
+        (of_logits(0.25, **OF_VERSION_4, trainer_version="4"), (), UNEXPLAINED, ()),
+        (tokens((PLACE == 5) & (SAMPLE == 7), -15.0), (), None, ()),  # k3 0.005
+        # Equal sides.
+        (gaps(lambda _, rollout: np.zeros(SHAPE)), (), None, ()),
+    ],
+)  # fmt: skip
+def test_what_a_size_is_called(
+    samples: list[Sample], options: tuple[str, ...], expected: tuple[str, ...] | None, said: tuple[str, ...]
+) -> None:
+    found = inspect(samples, "--brief", *options)
+    items = found["findings"]
+    assert [(one["fault"], one["severity"], one["confidence"]) for one in items] == ([expected] if expected else [])
+    for part in said:
+        assert part in items[0]["evidence"] + items[0]["fix"], items[0]
+    equal = found["mismatch"]["abs_max"] == 0.0
+    assert any("kernels" in note and "copied" in note for note in found["notes"]) == equal

@@ -1,0 +1,328 @@
+"""Values made by hand: which fault is named, with which figures and place; and what is sound is not named."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.data.sampling import SamplingParameters
+from mismatch_plugin.data.versions import WeightSpan
+from tests.diagnose.door import INF, NAN, faults, findings, inspect, named, samples_of, wave
+
+WAVES = [wave(30, phase) for phase in range(8)]
+Found = list[dict[str, Any]]
+
+
+def put(rows: list[list[Any]], row: int, at: int, value: Any) -> list[list[Any]]:
+    """The same with one value changed."""
+    changed = [[*values] for values in rows]
+    changed[row][at] = value
+    return changed
+
+
+def moved(lag: int, chosen: list[int]) -> list[list[float]]:
+    """The waves, of which the chosen ones are late by `lag`."""
+    late = [([-1.0] * lag + row if lag > 0 else row[-lag:] + [-1.0] * -lag)[:30] for row in WAVES]
+    return [late[at] if at in chosen else row for at, row in enumerate(WAVES)]
+
+
+def says(found: Found, fault: str, **expected: Any) -> None:
+    """One finding of this name has these fields; of `first` and of the statistics by their names, `said` in words."""
+    item = named(found, fault)
+    assert item is not None, found
+    words = expected.pop("said", ())
+    for part in [words] if isinstance(words, str) else words:
+        assert part in item["evidence"] + item["fix"], item
+    for name, value in expected.items():
+        have = item["first"] if name in ("sample", "position") else item if name in item else item["statistics"]
+        assert have[name] == (pytest.approx(value, abs=0.02) if isinstance(value, float) else value), (name, item)
+
+
+# Numbers, places, lengths ---------------------------------------------------------------------------------------------
+
+IDS = [[*range(1000 * at + 100, 1000 * at + 130)] for at in range(8)]
+LIKELY = [[0.0] * 100 + [-0.001] * 100]
+FLOORED = [-0.5, -6.0, -7.5, -5.2, -9.0, -1.0] + [-1.5, -2.5] * 6
+TRUE: dict[str, tuple[list[Sample], str, dict[str, Any]]] = {
+    "null": (samples_of(put(WAVES, 1, 2, None), WAVES), "missing", {"side": "rollout", "sample": 1, "position": 2}),
+    "-inf": (samples_of(WAVES, put(WAVES, 7, 29, -INF)), "floor", {"side": "training", "position": 29}),
+    "zeros": (samples_of([[0.0, -1.0, -2.0]], [[-3.5, -1.0, -2.0]]), "zero_fill", {"side": "rollout", "tokens": 1}),
+    "a clamp": (samples_of([[max(x, -5.0) for x in FLOORED]], [FLOORED]), "floor", {"side": "rollout", "tokens": 4}),
+    "another id": (
+        samples_of(WAVES[:2], WAVES[:2], each=[{}, {"trained_ids": [*IDS[1][:2], 99, *IDS[1][3:]]}]),
+        "token_ids", {"sample": 1, "position": 2, "tokens": 1},
+    ),
+    "another prompt": (
+        samples_of(WAVES[:2], WAVES[:2], each=[{}, {"trained_prompt_ids": [0, 1, 2, 3]}]),
+        "prompt_ids", {"samples": 1, "said": "prompt position 0"},
+    ),
+    "ids of another sample": (
+        samples_of(WAVES[:2], WAVES[1::-1], each=[{"trained_ids": ids} for ids in IDS[1::-1]]),
+        "swapped_samples", {},
+    ),
+    "ids late by one": (
+        samples_of(WAVES[:2], WAVES[:2], each=[{"trained_ids": [0, *IDS[0][:-1]]}, {}]), "shift_by_one", {"lag": 1.0},
+    ),
+    "late by one": (samples_of(WAVES, moved(1, [*range(8)])), "shift_by_one", {"samples": 8, "lag": 1.0}),
+    "early by eight": (samples_of(WAVES, moved(-8, [0, 4])), "boundary", {"samples": 2, "lag": -8.0}),
+    "swapped, lengths differ": (
+        samples_of([wave(n, p) for p, n in enumerate((20, 20, 26, 31))],
+                   [wave(n, p) for p, n in ((1, 20), (0, 20), (3, 31), (2, 26))],
+                   [[*range(100 * p, 100 * p + n)] for p, n in enumerate((20, 20, 26, 31))]),
+        "swapped_samples", {"said": "0→1, 1→0, 2→3, 3→2"},
+    ),
+    "one more": (samples_of(WAVES[:1], [[*WAVES[0], -4.0]], IDS[:1]), "eos_appended", {}),
+    "one more, and its id": (
+        samples_of([[-1.0, -2.0]], [[-1.0, -2.0, -3.0]], [[5, 6, 2]]), "eos_appended", {"said": "id 2"},
+    ),
+    "three before": (samples_of(WAVES[:1], [[-1.0, -2.0, -0.5, *WAVES[0]]], IDS[:1]), "boundary", {"lag": 3.0}),
+    "negated, a null stays one": (
+        samples_of(put([[-x for x in row] for row in WAVES], 0, 1, None), WAVES), "sign", {"side": "rollout"},
+    ),
+    "base 10": (
+        samples_of(WAVES, (np.array(WAVES) / math.log(10)).tolist()), "log_base", {"side": "training", "base": 10.0},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TRUE)
+def test_a_fault_of_values_is_named_with_its_place(case: str) -> None:
+    samples, fault, expected = TRUE[case]
+    found = inspect(samples, "--brief")
+    assert faults(found["findings"])[:1] == [fault] or "null stays" in case
+    says(found["findings"], fault, **expected)
+    undone = fault in ("shift_by_one", "boundary", "swapped_samples", "sign", "probabilities", "log_base")
+    if undone and "null" not in case and "ids late" not in case:
+        assert found["fixed"]["abs_max"] < 1e-12
+
+
+@pytest.mark.parametrize("fill", [0.0, None])
+def test_a_filled_last_token_is_an_appended_eos_where_its_id_ends_responses(fill: float | None) -> None:
+    rollout, train = [[-1.0, -2.0, fill], [-1.5, fill], [-1.0] * 3], [[-1.0, -2.0, -6.0], [-1.5, -4.0], [-1.0] * 3]
+    says(findings(samples_of(rollout, train, [[5, 6, 2], [7, 2], [8, 9, 10]])), "eos_appended", samples=2)
+    other = samples_of(rollout, train, [[5, 6, 2], [7, 3], [8, 9, 10]])  # two ids, neither known to end a response
+    assert "eos_appended" not in faults(findings(other))
+    assert faults(findings(other, "--eos-id", 2, "--eos-id", 3)) == ["eos_appended"]
+
+
+def test_two_faults_at_once_are_both_named_and_an_accepted_one_does_not_count() -> None:
+    late = samples_of([put([row], 0, 5, None)[0] for row in WAVES], moved(1, [*range(8)]))
+    found = inspect(late, "--brief")
+    assert sorted(faults(found["findings"])) == ["missing", "shift_by_one"] and found["fixed"]["abs_max"] == 0.0
+    found = inspect(late, "--brief", "--accept", "missing", "--accept", "shift_by_one")
+    assert faults(found["findings"]) == [] and (found["status"], len(found["findings"])) == (0, 2)
+
+
+@pytest.mark.parametrize(("tokens", "verdict"), [(99, "undecided"), (100, "normal")])
+def test_too_few_tokens_decide_nothing(tokens: int, verdict: str) -> None:
+    values = wave(tokens)
+    found = inspect(samples_of([values], [[value + 0.001 for value in values]]), "--brief")
+    assert found["verdict"] == verdict and found["status"] == {"undecided": 3, "normal": 0}[verdict]
+    assert inspect(samples_of([values], [[None] * tokens]), "--brief")["verdict"] == "fault"
+
+
+def test_records_alone_are_checked_as_far_as_they_go() -> None:
+    found = inspect(samples_of([[-1.0, NAN]]), "--brief")
+    assert faults(found["findings"]) == ["nan"] and "temperature" in found["undecided"][0]["faults"]
+    assert found["mismatch"] is None and found["one_sided"]
+
+
+# What is none of it ---------------------------------------------------------------------------------------------------
+
+DRAW = np.random.default_rng(0)
+FAR = -DRAW.exponential(2.0, (2, 12, 24))
+NOISE = DRAW.normal(0, 0.3, 160)
+LOGITS = np.concatenate([np.linspace(0.5, 12, 60), -np.linspace(0.5, 12, 60)])
+P = np.log([0.5, 0.5, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125] * 20)
+"""Tokens of p = (1/2, 1/4, 1/8, 1/8), as often as they are expected."""
+TINY = [[-(2.0**-24) * count for count in range(1, 40)]]
+
+
+def unlikely_at(temperature: float, noise: float) -> list[float]:
+    """Log-probs of unlikely tokens next to one likely one, of which a temperature is nearly a factor."""
+    draw = np.random.default_rng(5)
+    train = -np.log1p(np.exp(draw.uniform(3.0, 9.0, 300) / temperature))
+    return (train * (1 + draw.normal(0, noise, 300))).tolist()
+
+
+FALSE: dict[str, tuple[list[Sample], str]] = {
+    "masked tokens": (samples_of([[None, *WAVES[0][1:]]], [[NAN, *WAVES[0][1:]]], loss_mask=[0] + [1] * 29), "missing"),
+    "rounding above zero": (samples_of([[0.05, -60.0, 0.0]], [[-0.1, -58.0, 0.0]]), "positive"),
+    "certain tokens": (samples_of([[0.0, 0.0, -1.0]], [[-0.2, -1e-6, -1.0]]), "zero_fill"),
+    "zeros among likely tokens": (samples_of(LIKELY, [([-4.0] + [-0.01] * 99) * 2]), "zero_fill"),
+    "repeated contexts": (samples_of([[-0.5, -5.0, -5.0, -5.0]], [[-0.5, -5.1, -5.1, -5.1]]), "floor"),
+    "two sides far apart": (samples_of(*FAR.tolist()), "swapped_samples"),
+    "constant log-probs": (samples_of([[-0.5] * 50], [[-0.9] * 50]), "shift_by_one"),
+    # At temperature ln 2 unlikely tokens are proportional by the factor of base 2; likely ones are not.
+    "a temperature": (
+        samples_of([(-np.log1p(np.exp(-LOGITS))).tolist()], [(-np.log1p(np.exp(-LOGITS * math.log(2)))).tolist()]),
+        "log_base",
+    ),
+    **{
+        f"a temperature near a base, {at}": (samples_of([unlikely_at(1.0, 0.0)], [unlikely_at(at, noise)]), "log_base")
+        for at, noise in ((0.72, 0.0), (0.67, 0.02), (1.39, 0.02), (1.5, 0.0))
+    },
+    "noise alone": (samples_of([P.tolist()], [(P + NOISE).tolist()]), "temperature"),
+    "noise leaves the sides related": (samples_of([P.tolist()], [(P + 2 * NOISE).tolist()]), "unrelated"),
+    "values near 0": (samples_of(TINY, TINY), "bf16"),
+}
+
+
+@pytest.mark.parametrize("case", FALSE)
+def test_what_is_sound_is_not_named(case: str) -> None:
+    samples, fault = FALSE[case]
+    assert fault not in faults(findings(samples))
+
+
+def test_what_too_few_tokens_cannot_tell_is_undecided() -> None:
+    few = samples_of([P[:64].tolist()], [P[:64].tolist()])
+    found = inspect(few, "--brief")
+    undecided = {fault: item["reason"] for item in found["undecided"] for fault in item["faults"]}
+    assert {"temperature", "penalty", "truncation"} <= {*undecided}
+    found = inspect(samples_of([P.tolist()], [P.tolist()]), "--brief")
+    undecided = {fault: item["reason"] for item in found["undecided"] for fault in item["faults"]}
+    assert "0 of 160 occurred before" in undecided["penalty"]
+    found = inspect(samples_of([wave(20)], [wave(20)]), "--brief")
+    assert "20, 40 needed" in {f: i["reason"] for i in found["undecided"] for f in i["faults"]}["shift_by_one"]
+
+
+# Temperatures, filters, penalties -------------------------------------------------------------------------------------
+
+
+def at(temperature: float) -> SamplingParameters:
+    return SamplingParameters(temperature=temperature)
+
+
+@pytest.mark.parametrize(("recorded", "side"), [(1.0, "both"), (0.5, "training"), (2.0, "rollout")])
+def test_a_temperature_is_the_slope_of_centred_log_probs(recorded: float, side: str) -> None:
+    half = P / 2 - math.log(math.sqrt(0.5) + math.sqrt(0.25) + 2 * math.sqrt(0.125))
+    found = findings(samples_of([P.tolist()], [half.tolist()], sampling=at(recorded)))
+    says(
+        found, "temperature", side=side, slope=0.5, temperature_ratio_low=2.0, temperature_ratio_high=2.0, explained=1.0
+    )
+
+
+@pytest.mark.parametrize(("trainer_at", "side"), [(0.7, "rollout"), (1.0, "both")])
+@pytest.mark.parametrize("is_told", [True, False])
+def test_temperatures_that_the_records_tell(trainer_at: float, side: str, is_told: bool) -> None:
+    """q of temperature .7 is p to the power 1/.7, normalised."""
+    raw = np.log(np.array([0.5, 0.25, 0.125, 0.125]))
+    sharp = raw / trainer_at - np.log(np.exp(raw / trainer_at).sum())
+    drawn = np.random.default_rng(0).choice(4, 400, p=np.exp(raw / 0.7) / np.exp(raw / 0.7).sum())
+    more: dict[str, Any] = {"trainer_temperature": trainer_at} if is_told else {}
+    rows = [raw[drawn].tolist()], [sharp[drawn].tolist()]
+    found = findings(samples_of(*rows, sampling=at(0.7), log_probs_of="raw", **more))
+    says(found, "temperature", side=side, confidence="certain", said="processed_logprobs")
+    assert ("Divide the trainer" in found[0]["fix"]) == (side == "both")
+    assert "temperature" not in faults(findings(samples_of(rows[0], rows[0], sampling=at(1.0), log_probs_of="raw")))
+    found = findings(samples_of([[-1.0]], [[-1.0]], trainer_temperature=0.7))
+    says(found, "temperature", said="of temperature 1, the trainer's of 0.7")
+
+
+WHOLE = P[math.log(0.2) < P]
+CUT = WHOLE - math.log(0.75)  # top-k 2 keeps 3/4 of the mass
+TOP_K = {"sampling": SamplingParameters(top_k=2)}
+FILTERED = TOP_K | {"log_probs_of": "filtered"}
+WITH_MASK = TOP_K | {"behaviour_log_probs": CUT}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "train", "fields", "side", "confidence"),
+    [
+        (CUT, WHOLE, {}, "rollout", "likely"),
+        (WHOLE, CUT, {}, "training", "likely"),
+        (WHOLE, WHOLE, {}, None, None),
+        (WHOLE, WHOLE, TOP_K, "rollout", "certain"),
+        (CUT, WHOLE, FILTERED, "rollout", "certain"),
+        (CUT, CUT, FILTERED, None, None),  # the trainer replays the filter
+        (WHOLE, WHOLE, WITH_MASK, "training", "likely"),
+        (WHOLE, CUT, WITH_MASK, None, None),
+    ],
+)
+def test_filters_that_one_side_does_not_follow(
+    rollout: Any, train: Any, fields: dict[str, Any], side: str | None, confidence: str | None
+) -> None:
+    found = findings(samples_of([rollout.tolist()], [train.tolist()], **fields))
+    assert [(item["side"], item["confidence"]) for item in found if item["fault"] == "truncation"] == (
+        [(side, confidence)] if side else []
+    )
+    if side and not fields:
+        says(found, "truncation", missing_mass=0.25)
+
+
+# Where in a response --------------------------------------------------------------------------------------------------
+
+SAMPLES, TOKENS = 24, 60
+AT = np.arange(TOKENS)
+DECAY = 1 + 9 * np.exp(-AT / 10)
+LENGTHS = np.linspace(20, 120, SAMPLES).astype(int)
+LACKS = (10 * 30 / (30 + LENGTHS))[:, None]
+"""A system prompt of 30 tokens: the part of a context that it is decides how far it moves a token."""
+PROMPTS = [{"prompt_ids": np.arange(length)} for length in LENGTHS]
+
+
+def scaled(scale: Any, every: int = 1, **fields: Any) -> list[Sample]:
+    """Noise that grows with −log p, times `scale` ([TOKENS] or [SAMPLES, 1]) in each `every`-th sample. First tokens
+    are less certain than later ones, as they often are."""
+    draw = np.random.default_rng(0)
+    rollout = -draw.exponential(1.0, (SAMPLES, TOKENS)) * np.where(AT < 8, 2.0, 1.0) - 0.06
+    noise = draw.normal(0, 0.04, rollout.shape) * -rollout
+    noise[::every] *= scale
+    return samples_of(rollout.tolist(), (rollout + noise).tolist(), **fields)
+
+
+@pytest.mark.parametrize(
+    ("samples", "confidence", "said"),
+    [
+        (scaled(DECAY), "likely", ("prompt_ids", "BOS")),
+        (scaled(DECAY, trained_prompt_ids=[1, 2, 3]), "possible", "flush_cache"),
+        (scaled(8 + 40 * np.exp(-AT / 10), every=3), "likely", f"{SAMPLES // 3} "),
+        (scaled(LACKS, each=PROMPTS), "possible", ("after shorter prompts", "lack a system prompt")),
+        (scaled(LACKS), None, ""),  # prompts of one length tell nothing
+        (scaled(1 + 3 * AT / TOKENS), None, ""),
+        (scaled(np.full(TOKENS, 20.0), every=3), None, ""),
+        (scaled(DECAY / 40), None, ""),
+    ],
+)
+def test_another_prompt_shows_where_responses_begin(samples: list[Sample], confidence: str | None, said: Any) -> None:
+    found = findings(samples)
+    item = named(found, "wrong_prompt")
+    assert (item and item["confidence"]) == confidence
+    if confidence:
+        says(found, "wrong_prompt", said=said)
+
+
+def retokenised(row: int | None, first: int, last: int = TOKENS, **fields: Any) -> list[Sample]:
+    """The training side of a row, or of all, is that of other, unlikely ids."""
+    draw = np.random.default_rng(0)
+    rollout = -draw.exponential(1.5, (12, TOKENS)) - 0.06
+    train = rollout + draw.normal(0, 0.02, rollout.shape)
+    where = ((np.arange(12)[:, None] == row) | (row is None)) & (first <= AT) & (last > AT)
+    train = np.where(where, -draw.exponential(4.0, rollout.shape) - 0.06, train)
+    return samples_of(rollout.tolist(), train.tolist(), **fields)
+
+
+CHANGED = [WeightSpan(version="0", start=0, end=30), WeightSpan(version="1", start=30, end=TOKENS)]
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        (retokenised(3, 15), {"samples": 1, "sample": 3, "to_the_end": 1.0}),
+        (retokenised(5, 20, 36), {"to_the_end": 0.0, "said": "for a stretch"}),
+        (retokenised(3, 40, weight_versions=CHANGED), {"samples": 1}),
+        (retokenised(None, 30), {"samples": 12}),
+        (retokenised(None, 30, weight_versions=CHANGED), None),  # the weights changed there
+        (retokenised(3, 55), None),  # too short to be clear
+        (retokenised(4, 0), None),  # far from the first token on
+    ],
+)
+def test_ids_that_are_others_from_some_place_on(samples: list[Sample], expected: dict[str, Any] | None) -> None:
+    found = findings(samples)
+    assert (named(found, "retokenised") is not None) == (expected is not None), found
+    if expected:
+        says(found, "retokenised", **expected)
