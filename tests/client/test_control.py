@@ -6,6 +6,7 @@ import asyncio
 import base64
 import pickle
 import socket
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -38,8 +39,10 @@ class Trainee:
     refuse: path → its answer. states: what its plugin tells of itself. served: what it tells in replies.
     """
 
-    def __init__(self, *states: dict[str, Any], radix_cache: bool = True, **refuse: Reply) -> None:
-        self.version, self.radix_cache, self.refuse = "default", radix_cache, refuse
+    def __init__(
+        self, *states: dict[str, Any], radix_cache: bool = True, refuse: Mapping[str, Reply] | None = None
+    ) -> None:
+        self.version, self.radix_cache, self.refuse = "default", radix_cache, refuse or {}
         self.states = [{META_KEY: state} for state in states]
         self.served = {name: states[0][name] for name in ("server", "started", "fingerprint")} if states else {}
         self.number, self.delay = 4, 0.0
@@ -112,7 +115,7 @@ def update(bucket_bytes: int | None = None, mode: Any = None, disk: bool = False
     return job
 
 
-FLUSHED = Reply(body=b"Cache flushed.\nPlease check", content_type="")
+FLUSHED = {"flush_cache": Reply(body=b"Cache flushed.\nPlease check", content_type="")}
 EACH = ["begin", "a", "b", "c as 7", "end"]
 EACH_AND_FLUSH = ["begin", "a", "b", "c as 7 and flush", "end"]
 
@@ -124,7 +127,7 @@ EACH_AND_FLUSH = ["begin", "a", "b", "c as 7 and flush", "end"]
         (update(28), Trainee(), ["pause retract", "begin", "a b", "c as 7 and flush", "end", "continue"]),
         (update(1, "retract"), Trainee(), ["pause retract", *EACH_AND_FLUSH, "continue"]),
         (update(1, "abort"), Trainee(radix_cache=False), ["pause abort", *EACH_AND_FLUSH, "continue"]),
-        (update(1, "in_place"), Trainee(flush_cache=FLUSHED), ["pause in_place", "flush_cache", *EACH, "continue"]),
+        (update(1, "in_place"), Trainee(refuse=FLUSHED), ["pause in_place", "flush_cache", *EACH, "continue"]),
         (update(1, "in_place", flush_cache=False), Trainee(), ["pause in_place", *EACH, "continue"]),
         (update(1, "in_place"), Trainee(radix_cache=False), ["pause in_place", *EACH, "continue"]),  # nothing is shared
         (update(disk=True), Trainee(), ["path as 7 and flush"]),
@@ -175,7 +178,7 @@ NOT_BEGUN = ["pause in_place", "flush_cache", "continue"]
 def test_a_refused_update_is_an_error_ends_its_session_and_is_sent_once(
     job: Any, refuse: dict[str, Reply], says: str, expected: list[str]
 ) -> None:
-    with FaultyServer(Trainee(**refuse)) as server:
+    with FaultyServer(Trainee(refuse=refuse)) as server:
         with pytest.raises(WeightUpdateError, match=says):
             call(server, job)
         assert orders(server) == expected
@@ -207,7 +210,7 @@ def test_a_pause_does_not_wait_for_the_requests_it_is_to_pause() -> None:
         await client.continue_()
         busy.cancel()
 
-    with FaultyServer(Trainee(generate=Reply(hang=True))) as server:
+    with FaultyServer(Trainee(refuse={"generate": Reply(hang=True)})) as server:
         call(server, pause_while_busy, concurrency=2)
         assert orders(server)[2:] == ["pause abort", "continue"]
 
@@ -231,7 +234,7 @@ def test_an_order_that_the_server_did_not_follow_is_an_error(path: str) -> None:
 
     refused = Reply({"success": False, "message": "busy loading"})
     with pytest.raises(RequestError, match=f"did not do /{path}: busy loading"):
-        call(Trainee(**{path: refused}), order)
+        call(Trainee(refuse={path: refused}), order)
 
 
 def test_server_info_holds_what_the_last_update_left() -> None:
@@ -369,6 +372,6 @@ def test_a_server_that_refuses_the_group_says_so_without_a_wait() -> None:
     refused = Reply({"success": False, "message": "no such backend"}, status=400)
     with pytest.raises(WeightUpdateError, match="no such backend"):
         call(
-            Trainee(init_weights_update_group=refused),
+            Trainee(refuse={"init_weights_update_group": refused}),
             lambda client: client.init_weights_update_group("127.0.0.1", free_port, timeout=1.0),
         )

@@ -114,7 +114,7 @@ TIED = {**STATE, "lm_head.weight": STATE[EMBEDDING]}
 A_LOG, A = "model.layers.0.mixer.A_log", "model.layers.0.mixer.A"  # −exp(A_log) is kept as A
 
 
-def served(weights: dict[str, Tensor], dtype: torch.dtype = torch.float32, **more: Tensor) -> dict[str, Tensor]:
+def served(weights: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """As SGLang holds them: fused, and the vocabulary padded to 64."""
     of = {name: tensor.to(dtype) for name, tensor in weights.items()}
     return {
@@ -124,7 +124,6 @@ def served(weights: dict[str, Tensor], dtype: torch.dtype = torch.float32, **mor
         f"{EXPERTS}w13_weight": torch.cat([of[f"{EXPERTS}0.{x}_proj.weight"] for x in ("gate", "up")])[None],
         f"{EXPERTS}w2_weight": of[f"{EXPERTS}0.down_proj.weight"][None],
         "model.layers.0.input_layernorm.weight": of["model.layers.0.input_layernorm.weight"],
-        **more,
     }
 
 
@@ -180,8 +179,8 @@ COMPUTED = "1 tensors are loaded from other names, perhaps as other values, and 
         (renamed(TIED), told(served(STATE)), [], "", "", True),
         (renamed({**STATE, EMBEDDING: NEW[EMBEDDING]}), told(served(STATE)), [], "6 of 9 names", "", False),
         # What a loader computes is not compared.
-        ({**STATE, A_LOG: LOG}, told(served(STATE, **{A: -LOG.exp()})), [], "", COMPUTED, False),
-        ({**STATE, A_LOG: -LOG.exp()}, told(served(STATE, **{A: -LOG.exp()})), [], "", "", True),
+        ({**STATE, A_LOG: LOG}, told({**served(STATE), A: -LOG.exp()}), [], "", COMPUTED, False),
+        ({**STATE, A_LOG: -LOG.exp()}, told({**served(STATE), A: -LOG.exp()}), [], "", "", True),
         # The module says what fingerprints do not see, and what they do.
         (STATE, told(served({**STATE, **K_AND_V})), [], "", "", True),
         ({}, {"tensors": {}}, [], "", "the server could not take fingerprints: see its log.", False),

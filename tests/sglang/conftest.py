@@ -18,7 +18,6 @@ from ci.sglang_cpu.tiny_model import write_tiny_model
 from examples import sglang_server as server_module
 from examples.megatron_core.train import SERVER_ARGUMENTS, write_checkpoint
 from examples.sglang_server import CpuServer, ServerDtype, start_cpu_server
-from tests.sglang.world import World, make_world
 
 DTYPES: tuple[ServerDtype, ...] = ("float32", "bfloat16")
 
@@ -69,7 +68,8 @@ def start_tiny(
             patch.setattr(server_module, "_ARGUMENTS", defaults)
             for variable, value in (set or {}).items():
                 patch.setitem(server_module._ENVIRONMENT, variable, value)
-            starting = start_cpu_server(folder, log=folder / f"{name}.log", arguments=arguments, **options)
+            options = {"timeout": 900.0, "log": folder / f"{name}.log", **options}
+            starting = start_cpu_server(folder, arguments=arguments, **options)
             server = stack.enter_context(starting)
         yield server
 
@@ -100,19 +100,6 @@ def tp2(tiny_folder: Path) -> Iterator[CpuServer]:
     """Two tensor-parallel ranks with the plugin."""
     with start_tiny(tiny_folder, "tp2", "--tp-size", "2", set={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}) as server:
         yield server
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the cases and, under `checkpoints`, of their weights."""
-    return tmp_path_factory.mktemp("cases")
-
-
-@pytest.fixture(scope="session")
-def world(folder: Path) -> Iterator[World]:
-    """Two servers more, in bfloat16, with a model that was trained on text."""
-    with ExitStack() as stack:
-        yield make_world(folder / "checkpoints", stack)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,14 +1,26 @@
-"""The client against a real server where that server has ways of its own: last ids, greedy log-probs, refusals."""
+"""The client and docs/rollouts.md against a real server that has ways of its own: last ids, greedy, refusals."""
 
 from __future__ import annotations
 
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
 import numpy as np
 import pytest
 
+import mismatch_plugin as mp
 from examples.megatron_core.train import VOCAB
 from examples.sglang_server import CpuServer
 from mismatch_plugin.data.arrays import is_null
+from mismatch_plugin.data.files import row_of
+from mismatch_plugin.data.read import read
+from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
+from mismatch_plugin.diagnose.batch import make_batch
+from mismatch_plugin.diagnose.detectors.run import check_batch
 from mismatch_plugin.sglang.client import GenerateError, SGLangClient
 from tests.fixtures.faulty_server import call
 
@@ -31,14 +43,6 @@ def test_the_last_id_of_the_vocabulary_is_rescored(float32_server: CpuServer, vo
         return {token: value for value, token in record.top_log_probs[0]}
 
     assert scored[1] == pytest.approx(call(float32_server, after)[LAST], abs=SAME)
-
-
-def test_an_id_outside_the_vocabulary_is_refused_before_it_reaches_the_server(float32_server: CpuServer) -> None:
-    with pytest.raises(ValueError, match=f"id {LAST + 1} is outside the model's vocabulary of {VOCAB}"):
-        call(float32_server, lambda client: client.generate([[LAST + 1]]), vocab_size=VOCAB)
-    assert (
-        len(call(float32_server, lambda client: client.generate([[LAST]], SamplingParameters(max_new_tokens=1)))) == 1
-    )
 
 
 def test_the_server_decides_about_the_sampling_mask(float32_server: CpuServer) -> None:
@@ -74,3 +78,40 @@ def test_slimes_parameters_are_taken(float32_server: CpuServer) -> None:
 def test_a_bfloat16_server_is_named_as_a_risk(bfloat16_server: CpuServer) -> None:
     with pytest.warns(UserWarning, match="start with --enable-fp32-lm-head"):
         call(bfloat16_server, lambda client: client.generate([[1]], SamplingParameters(max_new_tokens=1)))
+
+
+# What docs/rollouts.md says about a server ----------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs" / "rollouts.md"
+
+
+def _names(example: int) -> dict[str, Any]:
+    """What the page's Python example defines."""
+    found = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(compile(found[example], str(PAGE), "exec"), names)
+    return names
+
+
+def test_the_record_of_a_loop_of_one_s_own(float32_server: CpuServer) -> None:
+    sampling = {"temperature": 0.7, "max_new_tokens": 4, "ignore_eos": True}
+    body = {"input_ids": [1, 2, 3], "sampling_params": sampling, "return_logprob": True}
+    reply = httpx.post(float32_server.url + "/generate", json=body, timeout=60).raise_for_status().json()
+    record = Sample.model_validate(_names(1)["record"]([1, 2, 3], reply, sampling))
+    assert record.served is not None and record.served.temperature == record.sampling.temperature == 0.7
+    assert len(record.response_ids) == 4 and record.served.weights[0].end == 4 and record.weight_versions
+    assert check_batch(make_batch([record])).findings == ()
+
+
+def test_the_example_of_the_client(float32_server: CpuServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = _names(0)
+    monkeypatch.chdir(tmp_path)  # it writes rollouts.jsonl
+    prompts = [[1, 2, 3], [4, 5, 6, 7]]
+    samples = asyncio.run(names["rollouts"](float32_server.url, prompts))
+    assert [sample.prompt_ids.tolist() for sample in samples] == [prompt for prompt in prompts for _ in range(4)]
+    read_again = read(tmp_path / "rollouts.jsonl").samples
+    assert [row_of(sample) for sample in read_again] == [row_of(sample) for sample in samples]
+    both = [sample.replace(train_log_probs=sample.rollout_log_probs, advantages=1.0) for sample in samples]
+    packed = names["pack"](both)
+    assert float(names["loss"](both, packed.old_log_probs, mp.MismatchConfig())) == -1.0
+    assert packed.lengths == tuple(map(len, samples))

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,11 @@ import mismatch_plugin as mp
 from examples.megatron_core import train as example
 from examples.sglang_server import CpuServer
 from mismatch_plugin.data.pack import pack
+from mismatch_plugin.data.read import read
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.sglang.client import SGLangClient
+from mismatch_plugin.sglang.client import PauseMode, SGLangClient
 from tests.fixtures.faulty_server import call
-from tests.sglang.load import until_running
 
 EXACT = 1e-4
 VISIBLE = 1e-3
@@ -99,15 +100,45 @@ def test_log_probs_under_top_p_are_those_of_what_was_kept(
     assert any(len(kept) < example.VOCAB for record in records for kept in record.kept_ids or ())
 
 
+def updated_in_flight(
+    server: CpuServer, before: Mapping[str, Tensor], after: Mapping[str, Tensor], mode: PauseMode
+) -> tuple[list[Sample], list[Sample]]:
+    """Responses in whose middle the weights change, once all of them run; and later ones."""
+    prompts = example.questions(8, 0)
+    long = SamplingParameters(max_new_tokens=LONG, ignore_eos=True)
+
+    async def job(client: SGLangClient) -> tuple[list[Sample], list[Sample]]:
+        await client.update_weights_from_tensors(before, "run-1")
+        running = asyncio.create_task(client.generate(prompts, long))
+        await client.generate(prompts[:1], SamplingParameters(max_new_tokens=8, ignore_eos=True))
+        async with client.paused(mode):  # the others came first, and are running
+            assert not running.done()
+            await client.update_weights_from_tensors(after, "run-2")
+        later = await client.generate(prompts, SamplingParameters(max_new_tokens=8, ignore_eos=True))
+        return await running, later
+
+    return call(server, job)
+
+
+def test_in_place_without_a_radix_cache_later_requests_are_of_the_new_weights(
+    float32_server: CpuServer, trainers: list[example.Trainer]
+) -> None:
+    before, after = (trainer.weights() for trainer in trainers)
+    records, later = updated_in_flight(float32_server, before, after, "in_place")
+    assert {span.version for record in later for span in record.weight_versions} == {"run-2"}
+    assert distance(trainers[1], later) < EXACT
+    assert all([span.version for span in record.weight_versions] == ["run-1", "run-2"] for record in records)
+
+
 def test_update_in_flight_shows_in_spans_and_metrics(
     float32_server: CpuServer, trainers: list[example.Trainer]
 ) -> None:
     before, after = (trainer.weights() for trainer in trainers)
-    records = asyncio.run(_update_in_flight(float32_server.url, before, after))
-    assert all(len(record.response_ids) == LONG for record in records)
-    spans = [[(span.version, span.start, span.end) for span in record.weight_versions] for record in records]
-    assert all([name for name, _, _ in row] == ["run-1", "run-2"] for row in spans), spans
-    assert all(row[0][1] == 0 and row[0][2] == row[1][1] and row[1][2] == LONG for row in spans)
+    records, _ = updated_in_flight(float32_server, before, after, "retract")
+    for record in records:
+        first, second = record.weight_versions
+        assert (first.version, second.version) == ("run-1", "run-2")
+        assert (first.start, second.start, second.end) == (0, first.end, LONG)
 
     # Each token was sampled from the weights that its span names, and from no others.
     old, new = (scored(trainer, records) for trainer in trainers)
@@ -128,19 +159,6 @@ def test_update_in_flight_shows_in_spans_and_metrics(
     assert abs(drift[0]) < EXACT
     assert drift[1] == pytest.approx(math.fsum(stale) / len(stale), abs=EXACT)
     assert abs(drift[1]) > 10 * EXACT
-
-
-async def _update_in_flight(url: str, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[Sample]:
-    """Responses in whose middle the weights change: once all of them run."""
-    async with SGLangClient(url) as client:
-        await client.update_weights_from_tensors(before, "run-1")
-        prompts = example.questions(8, 0)
-        long = SamplingParameters(max_new_tokens=LONG, ignore_eos=True)
-        pending = asyncio.create_task(client.generate(prompts, long))
-        await until_running(url, len(prompts), pending)
-        async with client.paused("retract"):
-            await client.update_weights_from_tensors(after, "run-2")
-        return await pending
 
 
 def test_it_trains_and_staleness_shows(
@@ -178,3 +196,17 @@ def test_the_command_prints_its_table(float32_server: CpuServer, ranks: int) -> 
     assert all(0 < exact < 1 and abs(kl) < 0.01 and norm > 0 for _, exact, kl, norm in values)
     if ranks > 1:
         assert all(abs(kl) < EXACT for _, _, kl, _ in values)
+
+
+def test_the_dump_is_of_a_healthy_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "examples.inspect.make_dump", str(tmp_path / "dump.parquet")]
+    done = subprocess.run([*command, "--tokens", "40000", "--dtype", "float32"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    samples = read(tmp_path / "dump.parquet").samples
+    tokens = sum(map(len, samples))
+    assert tokens >= 40000 and f"{len(samples)} responses, {tokens} response tokens, " in done.stdout
+    for sample in samples:
+        (span,) = sample.weight_versions
+        assert span.version == sample.trainer_version and sample.reward is not None and sample.server
+        assert sample.rollout_log_probs == pytest.approx(sample.train_log_probs, abs=EXACT)
+    assert len({sample.trainer_version for sample in samples}) > 1

@@ -41,14 +41,14 @@ def print_of(state: State) -> str:
     return fingerprint(digests(state.items()))
 
 
-def log_probs(state: State, record: Sample) -> list[float]:
+def log_probs(state: State, record: Sample, temperature: float = 1.0) -> list[float]:
     """The trainer's, of each response token."""
     model = tiny_model("llama", 0)
     model.load_state_dict(state)
     ids = torch.tensor([[*record.prompt_ids, *record.response_ids]])
     logits = model(input_ids=ids).logits[0, len(record.prompt_ids) - 1 : -1]
     chosen = torch.from_numpy(record.response_ids).long()[:, None]
-    return logits.log_softmax(-1).gather(1, chosen)[:, 0].tolist()
+    return (logits / temperature).log_softmax(-1).gather(1, chosen)[:, 0].tolist()
 
 
 def distance(records: Sequence[Sample], state: State) -> float:
@@ -115,3 +115,12 @@ def findings(records: Sequence[Sample]) -> list[Finding]:
 
 def faults(records: Sequence[Sample]) -> list[str]:
     return [item.fault for item in findings(records)]
+
+
+def moved(step: int, scale: float) -> State:
+    """The weights of seed 0 after so many steps of a trainer, each of random changes of this size."""
+    draw = torch.Generator().manual_seed(0)
+    state = dict(tiny_model("llama", 0).state_dict())
+    for _ in range(step):
+        state = {name: tensor + scale * torch.randn(tensor.shape, generator=draw) for name, tensor in state.items()}
+    return state

@@ -91,68 +91,40 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
         yield made[0]
 
 
-def test_weights_and_label_together(server: Server) -> None:
-    assert server.since() == "default"
-    for step in (1, 2, 3):
-        server.update(step, f"v{step}", batch=step == 2)
-        assert server.since() == f"v{step}"
-    server.update(3, "v4")  # the label moves, the weights do not
-    assert server.since() == "v3"
-    server.update(5, "v5")
-    assert server.since() == "v5"
-    server.label = "v6"  # by /update_weight_version alone
-    assert server.since() == "v5"
-
-
-@pytest.mark.parametrize("between", [True, False])
-def test_a_label_that_comes_after_the_weights(server: Server, between: bool) -> None:
-    for step in (1, 2, 3):
-        server.update(step)
-        if between:
-            assert server.since() != f"v{step}"
-        server.label = f"v{step}"
-        assert server.since() == f"v{step}"
-    server.label = "v4"
-    assert server.since() == "v3"  # once more, and nothing came
-
-
-@pytest.mark.parametrize("between", [True, False])
-def test_a_label_that_comes_before_the_weights(server: Server, between: bool) -> None:
-    server.batch()
-    for step in (1, 2, 3):
-        server.label = f"v{step}"
-        if between:
-            assert server.since() != f"v{step}"  # these are the old weights
-        server.update(step)
-        assert server.since() == f"v{step}"
-
-
-def test_weights_that_come_back_are_named_anew(server: Server) -> None:
-    server.update(1, "v1")
-    server.update(2, "v2")  # no batch of them
-    server.update(1, "v3")
-    assert server.since() == "v3"
-
-
-def test_an_idle_update_before_the_first_batch_of_the_last_one(server: Server) -> None:
-    server.update(1, "v1")
-    server.update(1, "v2")
-    assert server.since() == "v1"
-
-
-def test_a_failed_update_names_nothing(server: Server) -> None:
-    server.update(1, "v1")
-    assert server.since() == "v1"
-    server.state.end(0, success=False)
-    server.label = "v2"
-    assert server.since() == "v1"
-
-
-def test_memory_that_comes_back_between_an_update_and_its_name(server: Server) -> None:
-    server.update(1)
-    server.state.changed("resumed")
-    server.label = "v1"
-    assert server.since() == "v1"
+@pytest.mark.parametrize(
+    "history",
+    [
+        # Weights and label together; then a label alone.
+        "?default 1:v1 ?v1 batch-2:v2 ?v2 3:v3 ?v3 3:v4 ?v3 5:v5 ?v5 :v6 ?v5",
+        # A label that comes after its weights, with a batch in between and without; once more, and nothing came.
+        "1 !v1 :v1 ?v1 2 !v2 :v2 ?v2 :v3 ?v2",
+        "1 :v1 ?v1 2 :v2 ?v2 3 :v3 ?v3 :v4 ?v3",
+        # A label that comes before its weights: until then these are the old ones.
+        "?default :v1 !v1 1 ?v1 :v2 !v2 2 ?v2",
+        "?default :v1 1 ?v1 :v2 2 ?v2",
+        # Weights that come back are named anew, though no batch was of those in between.
+        "1:v1 2:v2 1:v3 ?v3",
+        # An idle update, and one that failed, name nothing.
+        "1:v1 1:v2 ?v1",
+        "1:v1 ?v1 failed :v2 ?v1",
+        # Memory that comes back between an update and its name.
+        "1 resumed :v1 ?v1",
+    ],
+)
+def test_the_version_under_which_weights_were_first_sampled_from(server: Server, history: str) -> None:
+    """`1:v1`: an update that fills all weights with 1 and brings v1. `?v1`: a batch of now is of v1; `!v1`: not."""
+    for step in history.split():
+        if step == "failed":
+            server.state.end(0, success=False)
+        elif step == "resumed":
+            server.state.changed("resumed")
+        elif step[0] in "?!":
+            assert (server.since() == step[1:]) == (step[0] == "?"), step
+        elif step[0] == ":":
+            server.label = step[1:]
+        else:
+            value, _, label = step.removeprefix("batch-").partition(":")
+            server.update(float(value), label or None, batch=step.startswith("batch-"))
 
 
 def test_requests_under_way_keep_what_made_their_tokens(server: Server) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from mismatch_plugin.sglang.fingerprints import digests, fingerprint
 from mismatch_plugin.sglang.plugin import weights as module
@@ -50,9 +51,9 @@ def add(model: nn.Module, *names: str, value: float = 0.5) -> None:
             dict(model.named_parameters())[name].add_(value)
 
 
-def counts(found: LoadedWeights) -> tuple[int, int, int]:
-    assert found.update is not None
-    return found.update["number"], found.update["changed"], found.update["changed_matrices"]
+def counts(found: LoadedWeights) -> tuple[int, int, int] | None:
+    told = found.update
+    return None if told is None else (told["number"], told["changed"], told["changed_matrices"])
 
 
 @pytest.fixture
@@ -61,17 +62,33 @@ def alone(tmp_path: Path) -> Iterator[None]:
         yield
 
 
-def test_an_update_is_counted_by_what_it_changed(alone: None) -> None:
+SAME = "MISMATCH_REQUIRE_CHANGE=1: the weights were loaded, and 0 of 3 tensors changed. The same as before: a.weight, b"
+
+
+@pytest.mark.parametrize(
+    "updates",
+    [
+        [(NAMES, 0, True, "", (1, 3, 2)), (("a.weight", "norm"), 0, True, "", (2, 2, 1))],
+        # A first update may change nothing, since a run begins by sending the weights that are loaded.
+        [((), 1, True, "", (1, 0, 0)), ((), 1, True, SAME, (2, 0, 0)), (NAMES, 3, True, "", (3, 3, 2))],
+        [(NAMES, 0, True, "", (1, 3, 2)), (("a.weight", "norm"), 3, True, "2 of 3 tensors changed", (2, 2, 1))],
+        [(("a.weight",), 3, True, "1 of 3 tensors changed", (1, 1, 1))],  # one that brings a part is no sync
+        # One that failed counts if it changed something.
+        [(NAMES, 0, True, "", (1, 3, 2)), ((), 0, False, "", (1, 3, 2)), (("a.weight",), 0, False, "", (2, 1, 1))],
+        [((), 0, False, "", None)],
+    ],
+)
+def test_an_update_is_counted_by_what_it_changed(alone: None, updates: list[Any]) -> None:
     model = Model()
     found = loaded(model)
-    assert found.fingerprint == fingerprint(digests(model.named_parameters())) and found.update is None
-    found.begin()
-    assert found.fingerprint is None  # half done
-    add(model, *NAMES)
-    assert found.end(0) == "" and counts(found) == (1, 3, 2) and found.unchanged == []
-    assert found.fingerprint == fingerprint(digests(model.named_parameters()))
-    add(model, "a.weight", "norm")
-    assert found.end(0) == "" and counts(found) == (2, 2, 1) and found.unchanged == ["b.weight"]
+    assert found.update is None
+    for names, required, success, says, expected in updates:
+        assert found.fingerprint == fingerprint(digests(model.named_parameters()))
+        found.begin()
+        assert found.fingerprint is None  # half done
+        add(model, *names)
+        said = found.end(required, success)
+        assert says in said and bool(says) == bool(said) and counts(found) == expected
 
 
 def test_the_share_of_elements_that_an_update_changed(alone: None) -> None:
@@ -79,45 +96,17 @@ def test_the_share_of_elements_that_an_update_changed(alone: None) -> None:
     torch.manual_seed(0)
     model = nn.Linear(512, 512, bias=False).bfloat16()
     found = loaded(model)
-    for step, share in ((1e-5, 0.2), (0.5, 1.0), (0.0, 0.0)):
+    for step, least, most in ((1e-5, 0.0, 0.25), (0.5, 0.9, 1.0), (0.0, 0.0, 0.0)):
         before = model.weight.detach().clone()
         add(model, "weight", value=step)
         assert found.end(0) == "" and found.update is not None
         true = float((before != model.weight).float().mean())
-        assert found.update["changed_elements"] == pytest.approx(true, abs=0.06)
-        assert (true < share + 0.05) if step < 0.1 else true > 0.9
-    small = loaded(Model())
-    add(small._scheduler.tp_worker.model_runner.model, "a.weight")
-    small.end(0)
-    assert small.update is not None and small.update["changed_elements"] == pytest.approx(16 / 24, abs=1e-4)
-
-
-def test_what_is_required_to_change(alone: None) -> None:
-    model = Model()
-    found = loaded(model)
-    assert found.end(1) == ""  # the first sync of a run
-    says = "MISMATCH_REQUIRE_CHANGE=1: the weights were loaded, and 0 of 3 tensors changed. The same as"
-    assert found.end(1).startswith(says) and found.end(1).endswith("a.weight, b.weight, norm.")
-    add(model, "a.weight", "norm")
-    assert "2 of 3 tensors changed. The same as before: b.weight." in found.end(3)
-    add(model, *NAMES)
-    assert found.end(3) == ""
-    found = loaded(model)
-    add(model, "a.weight")
-    assert "1 of 3" in found.end(3)  # a first update that brings a part is no sync
-
-
-def test_a_failed_update_counts_if_it_changed_something(alone: None) -> None:
-    model = Model()
-    found = loaded(model)
-    add(model, *NAMES)
+        assert found.update["changed_elements"] == pytest.approx(true, abs=0.06) and least <= true <= most
+    small = Model()
+    found = loaded(small)
+    add(small, "a.weight")
     found.end(0)
-    before = found.update
-    found.end(0, success=False)
-    assert found.update == before and found.number == 1
-    add(model, "a.weight")
-    found.end(0, success=False)
-    assert counts(found) == (2, 1, 1)
+    assert found.update is not None and found.update["changed_elements"] == pytest.approx(16 / 24, abs=1e-4)
 
 
 def test_what_changed_outside_an_update_is_no_part_of_the_next(alone: None) -> None:
@@ -145,78 +134,94 @@ def test_digests_that_cannot_be_taken(alone: None) -> None:
 
 # Two ranks ------------------------------------------------------------------------------------------------------------
 
+UPDATES: dict[str, tuple[tuple[str, ...], tuple[str, ...], int, tuple[bool, bool], str, Any]] = {
+    # What each rank gets, how many must change, whether SGLang calls it done there; what is said, what is counted.
+    "both": (NAMES, NAMES, 3, (True, True), "", (1, 3, 2)),
+    "one shard stays": (NAMES, ("a.weight", "norm"), 3, (True, True), "", (1, 3, 2)),  # of the vocabulary, say
+    "one rank gets nothing": (
+        NAMES,
+        (),
+        3,
+        (True, True),
+        "0 of 3 tensors changed",
+        (1, 3, 0),
+    ),  # though it is the first
+    "one rank fails": (NAMES, (), 1, (True, False), "failed on tensor-parallel rank 1, and did not on", (1, 3, 0)),
+    "both fail": ((), (), 0, (False, False), "", None),
+    "one digest fails": (NAMES, NAMES, 1, (True, True), "is not known", None),
+}
+READY = {"all": [True, True], "one cannot": [False, False], "no plugin on one": [False, None]}
 
-def _two(case: str) -> Any:
-    torch.manual_seed(dist.get_rank())  # two shards of each matrix; the norm is a copy
-    model, first = Model(), dist.get_rank() == 0
+
+def _on_two(case: str) -> Any:
+    rank = dist.get_rank()
+    if case in READY:
+        return _ready(case, rank)
+    if case == "two stages":
+        return _stages(rank)
+    first, second, required, done, _, _ = UPDATES[case]
+    torch.manual_seed(rank)  # two shards of each matrix; the norm is a copy
+    model = Model()
     found = loaded(model)
-    if case == "one rank gets nothing":
-        add(model, *(NAMES if first else ()))
-        failure = found.end(3)
-    elif case == "one rank fails":
-        add(model, *(NAMES if first else ()))
-        failure = found.end(1, success=first)
-    elif case == "both fail":
-        failure = found.end(0, success=False)
-    elif case == "one digest fails":
-        add(model, *NAMES)
-        broken = patch.object(module, "digests", side_effect=None if first else RuntimeError("planted"), wraps=digests)
-        with broken:
-            failure = found.end(1)
-    elif case == "a shard stays":  # of the vocabulary, of which no token was
-        add(model, *(NAMES if first else ("a.weight", "norm")))
-        failure = found.end(3)
-    else:
-        add(model, *NAMES)
-        failure = found.end(3)
-    return failure, found.fingerprint, found.update, found.unchanged
+    add(model, *((first, second)[rank]))
+    fails = RuntimeError("planted") if case == "one digest fails" and rank == 1 else None
+    with patch.object(module, "digests", side_effect=fails, wraps=digests):
+        failure = found.end(required, done[rank])
+    return failure, found.fingerprint, counts(found), found.unchanged
 
 
-CASES = ("both", "one rank gets nothing", "one rank fails", "both fail", "one digest fails", "a shard stays")
+def _ready(case: str, rank: int) -> bool | None:
+    store = PrefixStore(case, dist.distributed_c10d._get_default_store())
+    dist.barrier()
+    with (
+        patch.object(dist.distributed_c10d, "_get_default_store", lambda: store),
+        patch.object(module, "_PATIENCE", timedelta(seconds=0.5 if case == "no plugin on one" else 60)),
+    ):
+        return None if case == "no plugin on one" and rank == 1 else all_ready(case != "one cannot" or rank == 0)
+
+
+def _stages(rank: int) -> Any:
+    """Two pipeline stages, of which the first one answers; the second one's update comes later."""
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    model = nn.ModuleDict({f"layer{rank}": Model()})
+    host = scheduler(model)
+    host.weight_updater.tp_cpu_group = groups[rank]
+    found = LoadedWeights(host, pp_rank=rank, pp_size=2, tp_rank=0)
+    found.take()
+    add(model, f"layer{rank}.a.weight")
+    seen = []
+    for turn in (0, 1):
+        if rank == turn:
+            found.end(0)
+        found.complete()
+        seen.append(found.fingerprint)
+        dist.barrier()
+    found.complete()
+    return seen, found.fingerprint, counts(found), found.unchanged
 
 
 @pytest.fixture(scope="module")
 def two() -> dict[str, Any]:
-    return dict(zip(CASES, launch(_two, CASES, 2), strict=True))
+    cases = [*UPDATES, *READY, "two stages"]
+    return dict(zip(cases, launch(_on_two, cases, 2), strict=True))
 
 
-def test_ranks_tell_the_same(two: dict[str, Any]) -> None:
-    for case, (first, second) in two.items():
-        assert first == second, case
-    failure, told, update, _ = two["both"][0]
-    assert failure == "" and told is not None and update["changed"] == 3
-    assert two["a shard stays"][0][0] == "" and two["a shard stays"][0][2]["changed_matrices"] == 2
+@pytest.mark.parametrize("case", UPDATES)
+def test_ranks_tell_the_same_of_an_update(two: dict[str, Any], case: str) -> None:
+    (failure, told, counted, unchanged), other = two[case]
+    assert two[case][0] == other
+    _, _, _, _, says, expected = UPDATES[case]
+    assert says in failure and bool(says) == bool(failure) and counted == expected
+    assert (told is None) == (case == "one digest fails")
+    assert unchanged == ([] if counted == (1, 3, 2) or told is None else ["a.weight", "b.weight"])
 
 
-def test_a_rank_that_got_nothing_shows(two: dict[str, Any]) -> None:
-    failure, told, update, unchanged = two["one rank gets nothing"][0]
-    assert "0 of 3 tensors changed" in failure  # though it is the first
-    assert told is not None and update["changed"] == 3 and update["changed_matrices"] == 0  # partly updated
-    assert unchanged == ["a.weight", "b.weight"]
-    failure, _, update, _ = two["one rank fails"][0]
-    assert "failed on tensor-parallel rank 1, and did not on the others" in failure and update["changed_matrices"] == 0
+@pytest.mark.parametrize("case", READY)
+def test_all_processes_have_the_plugin_or_none_uses_it(two: dict[str, Any], case: str) -> None:
+    assert two[case] == READY[case]
 
 
-def test_an_update_that_failed_on_all_ranks_is_none(two: dict[str, Any]) -> None:
-    failure, told, update, _ = two["both fail"][0]
-    assert failure == "" and told is not None and update is None
-
-
-def test_a_rank_without_digests_holds_up_no_other(two: dict[str, Any]) -> None:
-    failure, told, update, _ = two["one digest fails"][0]
-    assert "is not known" in failure and told is None and update is None
-
-
-def _ready(case: str) -> bool | None:
-    dist.barrier()
-    with patch.object(module, "_PATIENCE", timedelta(seconds=0.5)):
-        if case == "no plugin on one" and dist.get_rank() == 1:
-            return None
-        return all_ready(case != "one cannot" or dist.get_rank() == 0)
-
-
-@pytest.mark.parametrize(
-    ("case", "expected"), [("all", [True, True]), ("one cannot", [False, False]), ("no plugin on one", [False, None])]
-)
-def test_all_processes_have_the_plugin_or_none_uses_it(case: str, expected: list[bool | None]) -> None:
-    assert launch(_ready, [case], 2) == [expected]
+def test_the_first_stage_tells_of_an_update_when_all_stages_have_it(two: dict[str, Any]) -> None:
+    (seen, told, counted, unchanged), _ = two["two stages"]
+    assert seen[0] is None and told is not None  # the second stage had not told yet
+    assert counted == (1, 2, 2) and unchanged == ["layer0.b.weight", "layer1.b.weight"]
