@@ -54,7 +54,7 @@ class Trainee:
         if path == "generate":
             return self.reply(request)
         if path == "server_info":
-            info = {"version": "0.5.23", "tp_size": 2, "dtype": "bfloat16", "weight_version": "old"}
+            info = {"version": "0.5.23", "tp_size": 2, "dtype": "float32", "weight_version": "old"}
             return Reply({**info, "disable_radix_cache": not self.radix_cache, "internal_states": self.states})
         if path == "model_info":
             return Reply({"weight_version": self.version, "model_path": "m"})
@@ -239,7 +239,7 @@ def test_an_order_that_the_server_did_not_follow_is_an_error(path: str) -> None:
 
 def test_server_info_holds_what_the_last_update_left() -> None:
     info = call(Trainee(), lambda client: client.server_info())
-    assert (info.version, info.tp_size, info.dtype, info.weight_version) == ("0.5.23", 2, "bfloat16", "default")
+    assert (info.version, info.tp_size, info.dtype, info.weight_version) == ("0.5.23", 2, "float32", "default")
 
 
 def test_server_info_asks_again_and_refuses_what_is_none() -> None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-import struct
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from mismatch_plugin.sglang import fingerprints
@@ -44,25 +41,14 @@ def plain(words: list[int]) -> int:
     return total % WRAP
 
 
-@given(st.lists(st.floats(width=32), max_size=40))
-def test_the_digest_is_the_formula(values: list[float]):
-    tensor = torch.tensor(values, dtype=torch.float32)
-    words = [struct.unpack("i", struct.pack("f", value))[0] for value in tensor.tolist()]
-    if not tensor.isnan().any():  # Python does not keep a NaN's bits
-        assert int(digest(tensor)) % WRAP == plain(words)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.bool])
-def test_every_bit_of_every_element_counts(dtype: torch.dtype):
-    tensor = (torch.arange(-40, 40).reshape(8, 10) * 3).to(dtype)
-    bits = tensor.clone().view(fingerprints._INTEGERS[tensor.element_size()])
-    whole = int(digest(tensor))
-    for position in (0, 37, 79):
-        for bit in range(1 if dtype == torch.bool else 8 * tensor.element_size()):
-            changed = bits.clone()
-            size = 8 * tensor.element_size()
-            changed.view(-1)[position] ^= (1 << bit) - (1 << size if bit == size - 1 else 0)
-            assert int(digest(changed.view(dtype))) != whole
+def test_the_digest_is_the_formula(dtype: torch.dtype):
+    """So every bit of every element counts: h has an inverse."""
+    draw = torch.Generator().manual_seed(0)
+    size = torch.empty((), dtype=dtype).element_size()
+    words = torch.randint(0, 2 if dtype == torch.bool else 256, (50, size), generator=draw, dtype=torch.uint8)
+    bits = words.view(fingerprints._INTEGERS[size])
+    assert int(digest(bits.view(dtype))) % WRAP == plain(bits.flatten().tolist())
 
 
 def test_chunks_shards_order_fusing_and_zero_padding_change_nothing(monkeypatch: pytest.MonkeyPatch):

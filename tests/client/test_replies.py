@@ -207,47 +207,35 @@ def test_values_that_are_no_log_probs_stay_for_the_policy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
-    [
-        ([(2, 0, None)], "the log-prob of prompt position 2 is None"),
-        ([(2, 0, 0.5)], "the log-prob of prompt position 2 is 0.5: it is invalid"),
-        (None, "send logprob_start_len 0"),
-    ],
-)
-def test_rescoring_refuses_gaps(changed: Any, says: str) -> None:
-    request, reply = exchange("rescore_prompt_only")
-    for position, column, value in changed or ():
-        reply["meta_info"]["input_token_logprobs"][position][column] = value
-    if changed is None:
-        reply["meta_info"]["input_token_logprobs"] = []
-    with pytest.raises(ReplyError, match=says):
-        parse_prompt_log_probs(reply, request["input_ids"])
-
-
-@pytest.mark.parametrize(
     ("sent", "told", "size", "says"),
     [
-        ({2: 511, 4: 511}, {2: 0, 4: 0}, None, ""),
-        ({2: 511, 4: 511}, {2: 0, 4: 0}, 512, ""),
-        ({2: 511}, {2: 0}, 1000, "position 2: 511 against 0"),  # there it is not the last one
-        ({2: 511, 3: 600}, {2: 0, 3: 600}, None, "position 2: 511 against 0"),  # nor next to a larger one
-        ({2: 511, 3: 600}, {2: 0, 3: 0}, None, "of another prompt"),  # one id is the last, not two
+        # SGLang names the vocabulary's last id 0.
+        ({2: 511, 4: 511}, {2: (1, 0), 4: (1, 0)}, None, ""),
+        ({2: 511, 4: 511}, {2: (1, 0), 4: (1, 0)}, 512, ""),
+        ({2: 511}, {2: (1, 0)}, 1000, "position 2: 511 against 0"),  # there it is not the last one
+        ({2: 511, 3: 600}, {2: (1, 0), 3: (1, 600)}, None, "position 2: 511 against 0"),  # nor next to a larger one
+        ({2: 511, 3: 600}, {2: (1, 0), 3: (1, 0)}, None, "of another prompt"),  # one id is the last, not two
+        ({}, {2: (0, None)}, None, "the log-prob of prompt position 2 is None"),
+        ({}, {2: (0, 0.5)}, None, "the log-prob of prompt position 2 is 0.5: it is invalid"),
     ],
 )
-def test_the_last_id_of_the_vocabulary_comes_back_as_0(
-    sent: dict[int, int], told: dict[int, int], size: int | None, says: str
+def test_rescoring_refuses_gaps_and_other_ids(
+    sent: dict[int, int], told: dict[int, tuple[int, Any]], size: int | None, says: str
 ) -> None:
     request, reply = exchange("rescore_prompt_only")
     ids, scored = list(request["input_ids"]), reply["meta_info"]["input_token_logprobs"]
     for position, token in sent.items():
         ids[position] = token
-    for position, token in told.items():
-        scored[position][1] = token
+    for position, (column, value) in told.items():
+        scored[position][column] = value
     if says:
         with pytest.raises(ReplyError, match=says):
             parse_prompt_log_probs(reply, ids, vocab_size=size)
     else:
         assert parse_prompt_log_probs(reply, ids, vocab_size=size)[1:].tolist() == [entry[0] for entry in scored[1:]]
+    scored.clear()
+    with pytest.raises(ReplyError, match="send logprob_start_len 0"):
+        parse_prompt_log_probs(reply, ids)
 
 
 # What our plugin in the server told -----------------------------------------------------------------------------------
@@ -297,7 +285,6 @@ def weights(*spans: tuple[int, int]) -> dict[str, Any]:
         ("text", f"{META_KEY}: "),
         (weights((-1, 2)), f"{META_KEY}.weights.0.start: "),
         (weights((0, 3)), "served.weights: 'a' spans .* half-open, in order and inside"),
-        (weights((1, 0)), "served.weights: 'a' spans"),
         (weights((0, 2), (1, 2)), "served.weights: 'a' spans"),
         (weights((1, 2), (0, 1)), "served.weights: 'a' spans"),
     ],

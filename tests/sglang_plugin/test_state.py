@@ -58,14 +58,15 @@ class Server:
     def batch(self) -> None:
         self.state.before_batch(SimpleNamespace(sampling_info=None, reqs=[], out_cache_loc=None))
 
-    def prefill(self, req: Request, slots: list[int], prefix: int) -> None:
-        """Of a request whose first `prefix` slots the cache had."""
+    def prefill(self, slots: list[int], prefix: int) -> tuple[Request, list[Any]]:
+        """A request whose first `prefix` slots the cache had, and what a reply would tell of it."""
+        req, mode = Request(), SimpleNamespace(is_extend=lambda: True)
         self.host.req_to_token_pool.req_to_token[1, : len(slots)] = torch.tensor(slots)
         told = {"out_cache_loc": torch.tensor(slots[prefix:]), "req_pool_indices": torch.tensor([1])}
-        mode = SimpleNamespace(is_extend=lambda: True)
         self.state.before_batch(
             SimpleNamespace(sampling_info=None, reqs=[req], prefix_lens=[prefix], forward_mode=mode, **told)
         )
+        return req, self.kv(req)
 
     def kv(self, req: Request) -> list[tuple[str | None, int, int]]:
         """What a reply of now would tell of the request."""
@@ -186,52 +187,33 @@ def test_sessions_without_a_batch_in_between_are_one_update(server: Server) -> N
 
 def test_keys_and_values_of_older_weights_are_told_until_the_flush(server: Server) -> None:
     prints = [server.state.weights.fingerprint]
-    server.prefill(Request(), [1, 2, 3, 4], 0)
+    server.prefill([1, 2, 3, 4], 0)
     for step in (1, 2):  # in place and without a flush
         server.update(step, f"v{step}")
         prints.append(server.state.weights.fingerprint)
         if step == 1:
-            server.prefill(Request(), [1, 2, 5, 6], 2)
-    req = Request()
-    server.prefill(req, [1, 2, 5, 7, 8], 3)
-    assert server.kv(req) == [(prints[0], 2, 2), (prints[1], 1, 1)]
-    again = Request()
-    server.prefill(again, [7, 8, 9, 10], 2)
-    assert server.kv(again) == []  # all of them are of now
-    retracted = Request()
-    server.prefill(retracted, [1, 2, 5, 11], 3)
+            server.prefill([1, 2, 5, 6], 2)
+    assert server.prefill([1, 2, 5, 7, 8], 3)[1] == [(prints[0], 2, 2), (prints[1], 1, 1)]
+    assert server.prefill([7, 8, 9, 10], 2)[1] == []  # all of them are of now
+    retracted, told = server.prefill([1, 2, 5, 11], 3)
+    assert told
     server.host.waiting_queue = [retracted]
     server.state.cache.flushed()
-    server.host.waiting_queue = []
-    server.prefill(retracted, [1, 2, 3, 4], 0)
-    assert server.kv(retracted) == []
-
-
-def test_an_update_with_a_flush_leaves_nothing_old_and_writes_nothing(server: Server) -> None:
-    for step in range(1, 20):
-        server.prefill(Request(), [1, 2, 3, 4], 2)
-        server.state.begin()
-        server.move(step)
-        server.state.cache.flushed()
-        server.state.end(0)
-        req = Request()
-        server.prefill(req, [1, 2, 3, 4], 2)
-        assert server.kv(req) == [] and not server.state.cache._old
+    assert server.kv(retracted) == [] and server.prefill([1, 2, 3, 4], 2)[1] == []
+    assert not server.state.cache._old  # so that nothing is written
 
 
 def test_a_request_that_an_update_in_place_meets_keeps_its_keys_and_values(server: Server) -> None:
-    first, req = server.state.weights.fingerprint, Request()
-    server.prefill(req, [1, 2, 3, 4, 5, 6], 0)
+    first = server.state.weights.fingerprint
+    req, _ = server.prefill([1, 2, 3, 4, 5, 6], 0)
     server.host.running = {req}
     server.state.begin()
-    server.prefill(Request(), [7, 8], 0)  # of a half done update
+    server.prefill([7, 8], 0)  # of a half done update
     req.output_ids += [4]
     server.move(3)
     server.state.end(0)
     assert server.kv(req) == [(first, 6, 0), (None, 1, 0)]
-    half = Request()
-    server.prefill(half, [7, 8, 9], 2)
-    assert server.kv(half) == [(None, 2, 2)]
+    assert server.prefill([7, 8, 9], 2)[1] == [(None, 2, 2)]
     server.update(3, "again")  # the same weights
     assert server.kv(req) == [(first, 6, 0), (None, 1, 0)]
 
