@@ -49,55 +49,40 @@ def test_a_batch_keeps_its_order_and_its_prompts() -> None:
     assert parallel == [PROMPT] * 2 + [[5, 6]] * 2
 
 
-def test_prompt_log_probs_top_log_probs_and_rescoring() -> None:
-    (sample,) = parsed("with_prompt_logprobs_and_text")
-    assert sample.prompt_log_probs is not None and sample.top_log_probs is not None
-    whole = [None, -7.923654556274414, -4.610270977020264, -5.290630340576172]
-    assert with_nulls(sample.prompt_log_probs) == whole
-    assert len(sample.top_log_probs) == 6
-    assert sample.top_log_probs[0] == [(-3.229572296142578, 34), (-3.2735772132873535, 149)]
-    (tail,) = parsed("prompt_log_probs_tail")
-    assert tail.prompt_log_probs is not None
-    assert with_nulls(tail.prompt_log_probs) == [None, None, None, whole[3]]
-    request, reply = exchange("rescore_prompt_only")
-    log_probs = parse_prompt_log_probs(reply, request["input_ids"])
-    assert is_null(log_probs).tolist() == [True] + [False] * 5 and log_probs[1] == -9.536086082458496
-    (scored,) = parse_exchange(request, reply)
-    assert len(scored) == 0 and scored.prompt_log_probs is not None
-    assert np.array_equal(scored.prompt_log_probs, log_probs, equal_nan=True)
+WHOLE = [None, -7.923654556274414, -4.610270977020264, -5.290630340576172]
+TOP = [(-3.229572296142578, 34), (-3.2735772132873535, 149)]
 
 
-def test_what_was_asked_for_is_that_of_the_request() -> None:
-    (sample,) = parsed("temperature_0_7_top_p_0_9")
-    assert (sample.sampling.temperature, sample.sampling.top_p) == (0.7, 0.9)
-    assert "without the sampling mask" in sample.note
-    (greedy,) = parsed("greedy")
-    assert greedy.sampling.greedy and greedy.note.startswith("greedy")
-    request, reply = exchange("greedy")
-    with pytest.raises(ReplyError, match="did not come"):
-        parse_exchange({**request, "return_sampling_mask": True}, reply)
-    with pytest.raises(ValueError, match="no input_ids"):
-        parse_exchange({"text": "hello"}, {})
+@pytest.mark.parametrize(
+    ("name", "read", "expected"),
+    [
+        ("with_prompt_logprobs_and_text", lambda one: with_nulls(one.prompt_log_probs), WHOLE),
+        ("with_prompt_logprobs_and_text", lambda one: (len(one.top_log_probs), one.top_log_probs[0]), (6, TOP)),
+        ("prompt_log_probs_tail", lambda one: with_nulls(one.prompt_log_probs), [None, None, None, WHOLE[3]]),
+        ("rescore_prompt_only", lambda one: (len(one), one.prompt_log_probs[1]), (0, -9.536086082458496)),
+        ("temperature_0_7_top_p_0_9", lambda one: (one.sampling.temperature, one.sampling.top_p), (0.7, 0.9)),
+        ("temperature_0_7_top_p_0_9", lambda one: "without the sampling mask" in one.note, True),
+        ("greedy", lambda one: (one.sampling.greedy, one.note[:6]), (True, "greedy")),
+        ("stop_token", lambda one: (one.finish_reason, one.response_ids.tolist()), ("stop", [337, 433, 0])),
+        ("aborted", lambda one: (one.finish_reason, len(one), len(one.rollout_log_probs)), ("abort", 118, 118)),
+        ("weights_updated_in_flight", spans, [("default", 0, 163), ("v2", 163, 400)]),
+        ("without_logprobs", lambda one: is_null(one.rollout_log_probs).tolist(), [True] * 6),
+    ],
+)
+def test_what_is_read_from_a_real_reply(name: str, read: Callable[[Sample], Any], expected: Any) -> None:
+    (sample,) = parsed(name)
+    assert read(sample) == expected
 
 
-def test_responses_end_in_a_stop_token_or_with_an_abort() -> None:
-    (sample,) = parsed("stop_token")
-    assert sample.finish_reason == "stop" and sample.response_ids.tolist() == [337, 433, 0]
+def test_an_abort_before_the_first_token_and_an_older_server() -> None:
     request, reply = exchange("aborted")
-    (sample,) = parse_exchange(request, reply)
-    assert sample.finish_reason == "abort" and len(sample.rollout_log_probs) == 118 == len(sample)
-    reply["output_ids"] = []  # before the first token
+    reply["output_ids"] = []
     for name in ("output_token_logprobs", "output_token_logprobs_length", "completion_tokens", "weight_versions"):
         del reply["meta_info"][name]
     (sample,) = parse_exchange(request, reply)
     assert len(sample) == 0 and sample.finish_reason == "abort"
-
-
-def test_weight_versions_are_spans_and_the_worker_is_named() -> None:
-    (sample,) = parsed("weights_updated_in_flight")
-    assert spans(sample) == [("default", 0, 163), ("v2", 163, 400)]
     request, reply = exchange("greedy")
-    del reply["meta_info"]["weight_versions"]  # an older server tells one for all tokens
+    del reply["meta_info"]["weight_versions"]  # it tells one for all tokens
     reply["meta_info"]["dp_rank"] = 5
     (sample,) = parse_exchange(request, reply)
     assert spans(sample) == [("default", 0, 8)] and sample.dp_rank == 5
@@ -196,14 +181,16 @@ def test_what_is_no_reply_is_an_error(reply: Any, kind: str, says: str) -> None:
     assert (caught.value.kind, caught.value.sample) == (kind, 0)
 
 
-def test_values_that_are_no_log_probs_stay_for_the_policy() -> None:
+def test_what_a_request_asked_for_and_values_that_are_left_to_the_policy() -> None:
     request, reply = exchange("greedy")
     entries(reply)[0][0], entries(reply)[1][0] = None, math.nan
     (sample,) = parse_exchange(request, reply)
     assert np.isnan(sample.rollout_log_probs).tolist() == [True, True, *[False] * 6]
     assert is_null(sample.rollout_log_probs).tolist() == [True, *[False] * 7]
-    (sample,) = parsed("without_logprobs")
-    assert is_null(sample.rollout_log_probs).tolist() == [True] * 6
+    with pytest.raises(ReplyError, match="did not come"):
+        parse_exchange({**request, "return_sampling_mask": True}, reply)
+    with pytest.raises(ValueError, match="no input_ids"):
+        parse_exchange({"text": "hello"}, {})
 
 
 @pytest.mark.parametrize(
