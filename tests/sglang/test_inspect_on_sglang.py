@@ -47,7 +47,7 @@ def rollouts(server: CpuServer, state: State, version: str, prompts: Sequence[li
     """From a server that has these weights under this name. What its plugin tells, if it has one, is dropped."""
     send(server, state, version)
     records = run(server, lambda client: client.generate(prompts, MEDIUM))
-    return [record.with_fields(served=None) for record in records]
+    return [record.with_fields(served=None, sample_id=None) for record in records]
 
 
 def scored(records: Sequence[Sample], state: State, version: str = NOW) -> list[Sample]:
