@@ -98,13 +98,13 @@ def test_sound_servers_are_normal_also_a_step_behind(bare: CpuServer, tmp_path: 
 
 
 @pytest.mark.parametrize("flushed", [False, True])
-@pytest.mark.parametrize("size", SIZES)
-def test_stale_caches_show_without_the_plugin(bare: CpuServer, tmp_path: Path, size: str, flushed: bool) -> None:
+@pytest.mark.parametrize("size", [0.005, 0.02])
+def test_stale_caches_show_without_the_plugin(bare: CpuServer, tmp_path: Path, size: float, flushed: bool) -> None:
     """Updates in place; half of the prompts share a prefix, which the cache has from before the update."""
     prompts = [prompt for pair in zip(SHARED, APART, strict=True) for prompt in pair]
     for step in range(1, STEPS + 1):
-        state, version = moved(step, SIZES[size]), f"step-{step}"
-        send(bare, moved(step - 1, SIZES[size]), f"step-{step - 1}")
+        state, version = moved(step, size), f"step-{step}"
+        send(bare, moved(step - 1, size), f"step-{step - 1}")
         run(bare, lambda client: client.generate(SHARED[:1], MEDIUM))
         send(bare, state, version, flush_cache=flushed)
         records = scored(run(bare, lambda client: client.generate(prompts, MEDIUM)), state, version)

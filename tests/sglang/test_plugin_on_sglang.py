@@ -43,7 +43,7 @@ def test_streams_carry_it_once_at_their_end(one: CpuServer, two: CpuServer, bare
     def stream(server: CpuServer) -> list[dict[str, Any]]:
         send(server, tiny.weights(0), "stream")
         body = {"input_ids": PROMPTS[1], "return_logprob": True, "stream": True, "sampling_params": GREEDY}
-        with httpx.stream("POST", server.url + "/generate", json=body, timeout=60) as reply:
+        with httpx.stream("POST", server.url + "/generate", json=body, timeout=600) as reply:
             lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: {")]
         return [json.loads(line) for line in lines]
 

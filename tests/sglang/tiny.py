@@ -89,12 +89,12 @@ def kv(record: Sample) -> list[int]:
 
 def info(server: CpuServer) -> dict[str, Any]:
     """What the plugin tells of the server."""
-    (state,) = httpx.get(server.url + "/server_info", timeout=60).json()["internal_states"]
+    (state,) = httpx.get(server.url + "/server_info", timeout=600).json()["internal_states"]
     return state[META_KEY]
 
 
 def order(server: CpuServer, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    return httpx.post(f"{server.url}/{path}", json=body, timeout=120).raise_for_status().json()
+    return httpx.post(f"{server.url}/{path}", json=body, timeout=600).raise_for_status().json()
 
 
 def post(server: CpuServer, **body: Any) -> dict[str, Any]:
