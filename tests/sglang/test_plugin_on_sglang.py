@@ -19,7 +19,6 @@ from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.data.served import META_KEY
 from mismatch_plugin.sglang.client import SGLangClient
-from mismatch_plugin.sglang.control import serialised
 from tests.sglang import tiny
 from tests.sglang.conftest import start_tiny
 from tests.sglang.tiny import LONG, PREFIX, PROMPTS, SHORT, findings, info, kv, post, print_of, run, send, served
@@ -155,6 +154,20 @@ def test_weights_that_change_outside_an_update(one: CpuServer) -> None:
     assert (span.fingerprint, span.since) == (print_of(state), "n1")
 
 
+def test_one_update_in_several_sessions_is_one_update(one: CpuServer) -> None:
+    """The version comes with the last part."""
+    send(one, tiny.weights(30), "m0")
+    before = served(tiny.sample(one, count=1)[0]).update.number
+    state = tiny.weights(31)
+    names = [*state]
+    tiny.session(one, {name: state[name] for name in names[::2]})
+    tiny.session(one, {name: state[name] for name in names[1::2]}, weight_version="m1")
+    (record,) = tiny.sample(one, count=1)
+    update, (span,) = served(record).update, served(record).weights
+    assert (update.number, update.changed, update.changed_matrices) == (before + 1, 15, 10)
+    assert (span.fingerprint, span.since) == (print_of(state), "m1") and findings([record]) == []
+
+
 def test_two_ranks_have_one_fingerprint_and_show_when_they_part(tp2: CpuServer) -> None:
     state = tiny.weights(1)
     send(tp2, state, "v1")
@@ -162,10 +175,7 @@ def test_two_ranks_have_one_fingerprint_and_show_when_they_part(tp2: CpuServer) 
     assert served(record).weights[0].fingerprint == info(tp2)["fingerprint"] == print_of(state)
     assert served(record).update.changed_matrices == served(record).update.matrices == 10
     # One rank takes new weights and the other one's stay as they were, of which SGLang says nothing.
-    payloads = [serialised(list(tiny.weights(seed).items())) for seed in (2, 1)]
-    body = {"serialized_named_tensors": payloads, "weight_version": "v2", "flush_cache": True}
-    for path, order in (("begin_weight_update", {}), ("update_weights_from_tensor", body), ("end_weight_update", {})):
-        assert tiny.order(tp2, path, order)["success"] is True
+    tiny.session(tp2, tiny.weights(2), state, weight_version="v2")
     update = served(tiny.sample(tp2, count=1)[0]).update
     assert (update.changed, update.changed_matrices, update.matrices) == (15, 0, 10)
     assert f"WARNING: update {update.number} changed 15 of 15 tensors, not " in tp2.log.read_text()

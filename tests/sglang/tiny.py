@@ -19,6 +19,7 @@ from mismatch_plugin.diagnose.batch import make_batch
 from mismatch_plugin.diagnose.detectors.run import check_batch
 from mismatch_plugin.diagnose.findings import Finding
 from mismatch_plugin.sglang.client import SGLangClient
+from mismatch_plugin.sglang.control import serialised
 from mismatch_plugin.sglang.fingerprints import digests, fingerprint
 
 State = dict[str, Tensor]
@@ -95,6 +96,14 @@ def info(server: CpuServer) -> dict[str, Any]:
 
 def order(server: CpuServer, path: str, body: dict[str, Any]) -> dict[str, Any]:
     return httpx.post(f"{server.url}/{path}", json=body, timeout=600).raise_for_status().json()
+
+
+def session(server: CpuServer, *ranks: State, **options: Any) -> None:
+    """Tensors for each rank between begin and end, which is done by hand."""
+    body = {"serialized_named_tensors": [serialised([*state.items()]) for state in ranks], "flush_cache": True}
+    for path, told in (("begin", {}), ("update_weights_from_tensor", {**body, **options}), ("end", {})):
+        path = path if told else f"{path}_weight_update"
+        assert order(server, path, told)["success"] is True
 
 
 def post(server: CpuServer, **body: Any) -> dict[str, Any]:
