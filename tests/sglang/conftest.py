@@ -1,4 +1,4 @@
-"""Two real SGLang servers on CPU with the model of examples/megatron_core, in float32 and in bfloat16, for all tests.
+"""Real SGLang servers on CPU, each started once for all tests that can share it.
 
 `make test-sglang` runs this folder; plain `make test` leaves it out (`norecursedirs` in pyproject.toml), since it needs
 the environment that ci/sglang_cpu.sh makes. Without one these tests fail and say so.
@@ -6,17 +6,18 @@ the environment that ci/sglang_cpu.sh makes. Without one these tests fail and sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ci.sglang_cpu.tiny_model import write_tiny_model
+from examples import sglang_server as server_module
 from examples.megatron_core.train import SERVER_ARGUMENTS, write_checkpoint
 from examples.sglang_server import CpuServer, ServerDtype, start_cpu_server
-from tests.sglang.world import World, make_world
 
 DTYPES: tuple[ServerDtype, ...] = ("float32", "bfloat16")
 
@@ -50,16 +51,55 @@ def bfloat16_server(servers: dict[ServerDtype, CpuServer]) -> CpuServer:
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the cases and, under `checkpoints`, of their weights."""
-    return tmp_path_factory.mktemp("cases")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny_model(folder, "llama", seed=0)
+    return folder
+
+
+@contextmanager
+def start_tiny(
+    folder: Path, name: str, *arguments: str, set: Mapping[str, str] | None = None, **options: Any
+) -> Iterator[CpuServer]:
+    """Float32 and, unlike what `start_cpu_server` starts by default, with a radix cache. set: environment variables."""
+    defaults = tuple(word for word in server_module._ARGUMENTS if word != "--disable-radix-cache")
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(server_module, "_ARGUMENTS", defaults)
+            for variable, value in (set or {}).items():
+                patch.setitem(server_module._ENVIRONMENT, variable, value)
+            options = {"timeout": 900.0, "log": folder / f"{name}.log", **options}
+            starting = start_cpu_server(folder, arguments=arguments, **options)
+            server = stack.enter_context(starting)
+        yield server
 
 
 @pytest.fixture(scope="session")
-def world(folder: Path) -> Iterator[World]:
-    """Two servers more, in bfloat16, with a model that was trained on text."""
-    with ExitStack() as stack:
-        yield make_world(folder / "checkpoints", stack)
+def one(tiny_folder: Path) -> Iterator[CpuServer]:
+    """With the plugin."""
+    with start_tiny(tiny_folder, "one") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def two(tiny_folder: Path) -> Iterator[CpuServer]:
+    """With the plugin; it cuts its streams into parts."""
+    with start_tiny(tiny_folder, "two", "--incremental-streaming-output") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def bare(tiny_folder: Path) -> Iterator[CpuServer]:
+    """With the plugin turned off."""
+    with start_tiny(tiny_folder, "bare", set={"MISMATCH_PLUGIN_SGLANG": "off"}) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def tp2(tiny_folder: Path) -> Iterator[CpuServer]:
+    """Two tensor-parallel ranks with the plugin."""
+    with start_tiny(tiny_folder, "tp2", "--tp-size", "2", set={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}) as server:
+        yield server
 
 
 @pytest.hookimpl(wrapper=True)

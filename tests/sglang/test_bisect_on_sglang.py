@@ -127,11 +127,6 @@ def test_certificates(folders: dict[Family, Path], servers: dict[str, CpuServer]
     assert code == 2 and "the certificate is of weights" in said
 
 
-def test_a_server_without_the_plugin_is_refused(folders: dict[Family, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MISMATCH_PLUGIN_SGLANG", "off")
-    arguments = ("--skip-tokenizer-init",)
-    with (
-        start_cpu_server(folders["llama"], arguments=arguments, timeout=900) as server,
-        pytest.raises(InputError, match="runs without this plugin"),
-    ):
-        Engine(server.url).facts()
+def test_a_server_without_the_plugin_is_refused(bare: CpuServer) -> None:
+    with pytest.raises(InputError, match="runs without this plugin"):
+        Engine(bare.url).facts()

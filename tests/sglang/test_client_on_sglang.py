@@ -1,15 +1,32 @@
-"""The client against a real server where that server has ways of its own: last ids, greedy log-probs, refusals."""
+"""The client, docs/rollouts.md and examples/sglang_server against real servers that have ways of their own."""
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
+import asyncio
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
 
+import httpx
+import pytest
+import torch
+
+import mismatch_plugin as mp
+from ci.sglang_cpu.tiny_model import write_tiny_model
 from examples.megatron_core.train import VOCAB
 from examples.sglang_server import CpuServer
 from mismatch_plugin.data.arrays import is_null
+from mismatch_plugin.data.files import row_of
+from mismatch_plugin.data.read import read
+from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.sglang.client import GenerateError, SGLangClient
+from mismatch_plugin.diagnose.batch import make_batch
+from mismatch_plugin.diagnose.detectors.run import check_batch
+from mismatch_plugin.sglang.client import SGLangClient
 from tests.fixtures.faulty_server import call
 
 LAST = VOCAB - 1
@@ -33,20 +50,6 @@ def test_the_last_id_of_the_vocabulary_is_rescored(float32_server: CpuServer, vo
     assert scored[1] == pytest.approx(call(float32_server, after)[LAST], abs=SAME)
 
 
-def test_an_id_outside_the_vocabulary_is_refused_before_it_reaches_the_server(float32_server: CpuServer) -> None:
-    with pytest.raises(ValueError, match=f"id {LAST + 1} is outside the model's vocabulary of {VOCAB}"):
-        call(float32_server, lambda client: client.generate([[LAST + 1]]), vocab_size=VOCAB)
-    assert (
-        len(call(float32_server, lambda client: client.generate([[LAST]], SamplingParameters(max_new_tokens=1)))) == 1
-    )
-
-
-def test_the_server_decides_about_the_sampling_mask(float32_server: CpuServer) -> None:
-    narrow = SamplingParameters(top_p=0.5, max_new_tokens=4)
-    with pytest.raises(GenerateError, match=r"return_sampling_mask requires top_k=1 for greedy sampling or finite"):
-        call(float32_server, lambda client: client.generate([[1]], narrow, return_sampling_mask=True))
-
-
 @pytest.mark.parametrize(
     "asked", [{"temperature": 1e-7}, {"temperature": 0.0}, {"top_k": 1}, {"top_k": 1, "temperature": 0.5}]
 )
@@ -63,14 +66,84 @@ def test_greedy_log_probs_are_those_of_temperature_1(float32_server: CpuServer, 
     call(float32_server, both)
 
 
-def test_slimes_parameters_are_taken(float32_server: CpuServer) -> None:
-    slime = {"temperature": 0.8, "top_p": 1.0, "top_k": -1, "max_new_tokens": 5, "stop": None, "stop_token_ids": None}
-    slime |= {"skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False}
-    asked = SamplingParameters.from_sglang(slime)
-    (record,) = call(float32_server, lambda client: client.generate([[1, 2]], asked))
-    assert np.isfinite(record.rollout_log_probs).all() and record.server == float32_server.url
-
-
 def test_a_bfloat16_server_is_named_as_a_risk(bfloat16_server: CpuServer) -> None:
     with pytest.warns(UserWarning, match="start with --enable-fp32-lm-head"):
         call(bfloat16_server, lambda client: client.generate([[1]], SamplingParameters(max_new_tokens=1)))
+
+
+# What docs/rollouts.md says about a server ----------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs" / "rollouts.md"
+
+
+def _names(example: int) -> dict[str, Any]:
+    """What the page's Python example defines."""
+    found = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(compile(found[example], str(PAGE), "exec"), names)
+    return names
+
+
+def test_the_record_of_a_loop_of_one_s_own(float32_server: CpuServer) -> None:
+    sampling = {"temperature": 0.7, "max_new_tokens": 4, "ignore_eos": True}
+    body = {"input_ids": [1, 2, 3], "sampling_params": sampling, "return_logprob": True}
+    reply = httpx.post(float32_server.url + "/generate", json=body, timeout=60).raise_for_status().json()
+    record = Sample.model_validate(_names(1)["record"]([1, 2, 3], reply, sampling))
+    assert record.served is not None and record.served.temperature == record.sampling.temperature == 0.7
+    assert len(record.response_ids) == 4 and record.served.weights[0].end == 4 and record.weight_versions
+    assert check_batch(make_batch([record])).findings == ()
+
+
+def test_the_example_of_the_client(float32_server: CpuServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = _names(0)
+    monkeypatch.chdir(tmp_path)  # it writes rollouts.jsonl
+    prompts = [[1, 2, 3], [4, 5, 6, 7]]
+    samples = asyncio.run(names["rollouts"](float32_server.url, prompts))
+    assert [sample.prompt_ids.tolist() for sample in samples] == [prompt for prompt in prompts for _ in range(4)]
+    read_again = read(tmp_path / "rollouts.jsonl").samples
+    assert [row_of(sample) for sample in read_again] == [row_of(sample) for sample in samples]
+    both = [sample.replace(train_log_probs=sample.rollout_log_probs, advantages=1.0) for sample in samples]
+    packed = names["pack"](both)
+    assert float(names["loss"](both, packed.old_log_probs, mp.MismatchConfig())) == -1.0
+    assert packed.lengths == tuple(map(len, samples))
+
+
+# The server itself, which never outlives its owner --------------------------------------------------------------------
+
+
+DEADLINE_S = 300
+
+
+def _members(group: int) -> dict[int, str]:
+    """The processes of a group: id -> command line."""
+    lines = subprocess.run(["ps", "-eo", "pid=,pgid=,stat=,args="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(maxsplit=3) for line in lines.splitlines()]
+    return {int(pid): args for pid, its_group, state, args in rows if int(its_group) == group and state[0] != "Z"}
+
+
+def test_text_in_and_out_and_no_process_left_after_its_owner_is_killed(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path, "qwen3", seed=4)
+    command = [sys.executable, "-m", "examples.sglang_server", str(tmp_path)]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    url = owner.stdout.readline().split()[0]
+    children = subprocess.run(["pgrep", "-P", str(owner.pid)], capture_output=True, text=True, check=True).stdout
+    (group,) = map(int, children.split())
+    assert any("sglang::scheduler" in line for line in _members(group).values())
+
+    sampling = {"temperature": 1.0, "max_new_tokens": 8}
+    request = {"text": "mismatch", "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+    reply = httpx.post(url + "/generate", json=request, timeout=60.0).raise_for_status().json()
+    prompt = [entry[1] for entry in reply["meta_info"]["input_token_logprobs"]]
+    response = reply["output_ids"]
+    assert len(prompt) == len("mismatch") and isinstance(reply["text"], str)
+    logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
+    assert [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]] == pytest.approx(expected, abs=1e-4)
+
+    owner.send_signal(signal.SIGKILL)
+    owner.communicate()
+    deadline = time.monotonic() + DEADLINE_S
+    while (left := _members(group)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
