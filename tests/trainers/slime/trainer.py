@@ -107,7 +107,8 @@ class Job:
 
     flags: more of the command line; they come last. launch: through our launcher. script: train.py or train_async.py.
     config: keys of --custom-config-path. dump: the folder of rollout dumps, else the checkpoint's own; None for the
-    full loop. engine: in the full loop "own", for the server that slime starts, or an address.
+    full loop. engine: in the full loop "own", for the server that slime starts, or an address. cache: with SGLang's
+    radix cache. env: more variables of every process.
     """
 
     flags: Sequence[str] = ()
@@ -122,6 +123,8 @@ class Job:
     dtype: str = "float32"
     checkpoint: Path = Path("hf")
     prompts: Path = Path("prompts.jsonl")
+    cache: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
     limit: float = 600
 
     def words(self, sources: Sources, folder: Path) -> list[str]:
@@ -151,7 +154,8 @@ class Job:
 
     def _full_loop(self, folder: Path) -> list[str]:
         if self.engine == "own":
-            server = [f"--sglang-{word[2:]}" if word.startswith("--") else word for word in SERVER.split()]
+            words = SERVER.replace("--disable-radix-cache", "") if self.cache else SERVER
+            server = [f"--sglang-{word[2:]}" if word.startswith("--") else word for word in words.split()]
             engine = ["--rollout-num-gpus", "1", "--sglang-dtype", self.dtype, *server]
         else:
             engine = ["--rollout-external-engine-addrs", self.engine]
@@ -228,8 +232,9 @@ def train(job: Job, sources: Sources, folder: Path, reuse: bool = False) -> Trai
                 **sources.environment(Path(ray)),
                 "TENSORBOARD_DIR": str(folder / "tensorboard"),
                 "RUN_FOLDER": str(folder),
+                **job.env,
             }
             wait_for_ports(job.dump is None)
             return run(command, folder / "log", limit=job.limit, env=env, cwd=sources.slime)
 
-    return Trained(job, folder, once(folder, [json.dumps(dict(job.config)), *command], reuse, start))
+    return Trained(job, folder, once(folder, [json.dumps([dict(job.config), dict(job.env)]), *command], reuse, start))

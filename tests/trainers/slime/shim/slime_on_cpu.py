@@ -3,6 +3,7 @@
 
 import contextlib
 import dataclasses
+import os
 import threading
 import types
 
@@ -112,6 +113,8 @@ def newer_sglang(module):
             self._make_request("end_weight_update")
 
     module.SGLangEngine.update_weights_from_distributed = update_in_a_session
+    if os.environ.get("SLIME_FAULT") == "no_flush":
+        module.SGLangEngine.flush_cache = lambda self: None
 
 
 def no_device_architecture(module):
