@@ -1,83 +1,140 @@
-"""Each correction in slime's own train.py: loss, gradient and metrics of all four steps against torch and transformers.
+"""slime's own train.py from recorded rollouts: every step against torch and transformers, whatever is on the line.
 
-Two rollouts of two optimizer steps, from dumps. At a rollout's second step θ is not π_old any more; the second rollout
-was sampled by the first weights, so it is stale as well.
+Two rollouts of two optimizer steps. At a rollout's second step θ is not π_old any more; the second rollout was sampled
+by the first weights, so it is stale as well.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
 from typer.testing import CliRunner
 
 from mismatch_plugin.cli import app
 from mismatch_plugin.hooks.slime.config import HOOKS, hook_path
-from tests.trainers.columns import Shown
-from tests.trainers.slime.reference import LARGE_TERMS, agreement, config_of
-from tests.trainers.slime.trainer import Job, Sources, Trained
+from tests.trainers.reference import TOLERANCE, config_of
+from tests.trainers.run import OUT_OF_TIME
+from tests.trainers.slime.reference import LARGE_TERMS, NORMALISER, Reference, agreement
+from tests.trainers.slime.trainer import Job, Trained
+from tests.trainers.whole import ROOT, SETTINGS, Shown, Sources, Start
 
-SMALL = ("--max-tokens-per-gpu", "96")  # several micro-batches a step
-NORMALIZED = "--use-tis --tis-level sequence --tis-batch-normalize --tis-batch-normalize-scope step"
-REJECTED = """
-    --use-tis --tis-level token --use-rs --rs-level geometric --rs-lower-bound 0.6 --rs-upper-bound 1.1
-    --rs-veto-threshold 0.1
+SMALL = "--max-tokens-per-gpu 96"  # several micro-batches a step
+SEQUENCE = "--use-tis --tis-level sequence"
+NORMALIZED = f"{SEQUENCE} --tis-batch-normalize --tis-batch-normalize-scope step"
+GEOMETRIC = "--use-rs --rs-level geometric --rs-lower-bound 0.6 --rs-upper-bound 1.1"
+REJECTED = f"--use-tis --tis-level token {GEOMETRIC} --rs-veto-threshold 0.1"
+REPORT = "--mismatch-metrics full --mismatch-report-dir {run}/report"
+EPSILON = "--eps-clip 3e-4 --eps-clip-high 4e-4"
+GSPO = f"--advantage-estimator gspo {EPSILON}"
+OUR_EPSILON = "--mismatch-eps-clip-low 3e-4 --mismatch-eps-clip-high 4e-4"
+HOOKED = ("rollout_data_postprocess", "before_train_step", "init")
+# Weights and rejection over whole sequences, which CP cuts, and a mean weight over the step, which DP and CP share.
+DECOUPLED = f"{NORMALIZED} {GEOMETRIC} --mismatch-metrics full"
+BYPASS = f"--use-rollout-log-probs {SEQUENCE}"
+# The pass for π_ref also runs the hook that shows what a rank was told.
+KL = "--use-kl-loss --kl-loss-coef 0.05 --kl-loss-type low_var_kl"
+OUR_KL = "--mismatch-kl-coef 0.05 --mismatch-kl-type low_var_kl"
+PROBE = f"--custom-megatron-before-log-prob-hook-path probe.arrived {SMALL}"
+EXAMPLES = ROOT / "examples/slime"
+# mis.yaml's bounds of 0.1 % are for engines that hardly differ; the dumps have noise put in.
+WIDE = {"rs_lower_bound": 0.6, "rs_upper_bound": 1.1}
+EXAMPLE = f"{SEQUENCE} --tis-mode truncate --tis-upper-bound 2.0 --rs-veto-threshold 1e-4"
+# slime's own example of this correction, as it is: only the path of its function changes.
+MIS = "examples/train_infer_mismatch_helper"
+OWN_MIS = f"{MIS.replace('/', '.')}.mis.compute_mis_weights_with_cp"
+OUR_MIS = """
+    --use-tis --tis-level token --tis-mode truncate --tis-upper-bound 2 --use-rs --rs-level token --rs-lower-bound 0.5
+    --rs-upper-bound 2 --rs-veto-threshold 1e-4 --tis-batch-normalize
 """
 
 
-def by_path(*names: str) -> tuple[str, ...]:
+def by_path(*names: str) -> str:
     """The host's arguments that name these functions of ours."""
-    return tuple(word for name in names for word in (f"--{HOOKS[name].replace('_', '-')}", hook_path("slime", name)))
+    return " ".join(f"--{HOOKS[name].replace('_', '-')} {hook_path('slime', name)}" for name in names)
+
+
+def added(diff: str) -> str:
+    """The arguments that a diff of examples/slime adds, with its files where they are here."""
+    lines = re.findall(r"^\+\s+(--\S.*)$", (EXAMPLES / diff).read_text(), re.MULTILINE)
+    return " ".join(lines).replace("/root/", f"{EXAMPLES}/")
+
+
+def example_by_path() -> tuple[str, dict[str, Any]]:
+    flags = added("run-qwen3-4B-by-path.diff").split()
+    at = flags.index("--custom-config-path")
+    settings = yaml.safe_load(Path(flags[at + 1]).read_text())
+    return " ".join(flags[:at] + flags[at + 2 :]), {**settings, **WIDE}
 
 
 @dataclass(frozen=True)
 class Case:
-    """ours: flags of the plugin, which the reference takes; on the line unless config or paths say them."""
+    """ours: flags of the plugin, which the reference takes; on the line unless `config` (a YAML) or `theirs` say them.
+
+    reference: what slime's own arguments mean, as flags of ours. masked: every third response has a span in its middle
+    that does not train.
+    """
 
     ours: str
-    theirs: Sequence[str] = ()
-    reference: str = ""  # what slime's own arguments mean, as flags of ours
+    theirs: str = SMALL
+    reference: str = ""
     config: dict[str, Any] | None = None
+    told: bool = False
+    ranks: int = 1
+    masked: bool = False
+    bound: float = TOLERANCE
 
     def job(self) -> Job:
-        if self.config is None:
-            return Job([*self.ours.split(), *self.theirs])
-        return Job(self.theirs, launch=False, config=self.config)
+        flags = f"{'' if self.told or self.config is not None else self.ours} {self.theirs}".split()
+        dump = Path("masked" if self.masked else "dump")
+        return Job(flags, self.config is None, self.ranks, config=self.config or {}, dump=dump)
 
-    def config_of(self) -> Any:
-        return config_of([*self.ours.split(), *self.reference.split()])
+    def settings(self) -> Any:
+        return config_of([*self.ours.split(), *self.reference.split()], **NORMALISER)
 
 
-SETTINGS = Path(__file__).parents[1] / "settings.yaml"
-HOOKED = ("rollout_data_postprocess", "before_train_step", "init")
-EPSILON = ("--eps-clip", "3e-4", "--eps-clip-high", "4e-4")
-GSPO = ("--advantage-estimator", "gspo", *EPSILON)
-OUR_EPSILON = "--mismatch-eps-clip-low 3e-4 --mismatch-eps-clip-high 4e-4"
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+CP2 = "--context-parallel-size 2 --cp-comm-type all_gather"
+LAYOUTS = {
+    "one": Case(DECOUPLED, PROBE),
+    "tp2": Case(DECOUPLED, f"{PROBE} {TP2}", ranks=2),
+    "tp2 sp": Case(DECOUPLED, f"{PROBE} {TP2} --sequence-parallel", ranks=2),
+    "dp2": Case(DECOUPLED, PROBE, ranks=2),
+    "cp2": Case(DECOUPLED, f"{PROBE} {CP2}", ranks=2),
+    "pp2": Case(DECOUPLED, f"{PROBE} {PP2}", ranks=2),
+    "tp2 pp2": Case(DECOUPLED, f"{PROBE} {TP2} {PP2}", ranks=4),
+    "dp2 kl": Case(BYPASS, f"{KL} {PROBE}", OUR_KL, ranks=2, bound=LARGE_TERMS),
+}
+ALL = ", ".join([*LAYOUTS][1:-1])
+_PATHS, _SETTINGS = example_by_path()
 CASES = {
-    "algorithm 0": Case("--mismatch-metrics full --mismatch-report-dir {run}/report", SMALL),
-    "algorithm 1": Case("--use-rollout-log-probs"),
-    "algorithm 2": Case("--use-tis --tis-level sequence", SMALL),
-    "algorithm 3": Case("--use-rollout-log-probs --use-tis", SMALL),
-    "rejection": Case(f"{REJECTED} --mismatch-metrics full --mismatch-report-dir {{run}}/report", SMALL),
-    "mask, geometric": Case("--use-tis --tis-level geometric --tis-mode mask --tis-upper-bound 1.1", SMALL),
-    "preset": Case("--mismatch-preset token_icepop", SMALL),
-    "settings file": Case(f"--mismatch-config {SETTINGS}", SMALL),
-    "normalised 2": Case(NORMALIZED, SMALL),
-    "normalised 3": Case(f"{NORMALIZED} --use-rollout-log-probs", SMALL),
+    "algorithm 0": Case(REPORT),
+    "algorithm 1": Case("--use-rollout-log-probs", ""),
+    "algorithm 2": Case(SEQUENCE),
+    "algorithm 3": Case("--use-rollout-log-probs --use-tis"),
+    "rejection": Case(f"{REJECTED} {REPORT}"),
+    "mask, geometric": Case("--use-tis --tis-level geometric --tis-mode mask --tis-upper-bound 1.1"),
+    "preset": Case("--mismatch-preset token_icepop"),
+    "settings file": Case(f"--mismatch-config {SETTINGS}"),
+    "normalised 2": Case(NORMALIZED),
+    "normalised 3": Case(f"{NORMALIZED} --use-rollout-log-probs", bound=LARGE_TERMS),
     # slime's own GSPO has one gradient for all tokens of a sequence: so has ours under weights of a sequence.
-    "gspo": Case("--use-tis --tis-level sequence", GSPO, f"--mismatch-objective gspo {OUR_EPSILON}"),
+    "gspo": Case(SEQUENCE, GSPO, f"--mismatch-objective gspo {OUR_EPSILON}"),
     "gspo, our loss": Case("--use-rollout-log-probs", GSPO, f"--mismatch-objective gspo {OUR_EPSILON}"),
-    "cispo": Case(
-        "--use-tis", ("--advantage-estimator", "cispo", *EPSILON), f"--mismatch-objective cispo {OUR_EPSILON}"
-    ),
+    "cispo": Case("--use-tis", f"--advantage-estimator cispo {EPSILON}", f"--mismatch-objective cispo {OUR_EPSILON}"),
     "2 by path": Case(
         NORMALIZED,
-        (*by_path("tis_function", *HOOKED), *SMALL),
+        f"{by_path('tis_function', *HOOKED)} {SMALL}",
         config={
             "use_tis": True,
             "tis_level": "sequence",
@@ -87,12 +144,46 @@ CASES = {
     ),
     "3 by path": Case(
         "--use-rollout-log-probs --use-tis",
-        (*by_path("policy_loss", *HOOKED), "--loss-type", "custom_loss", "--use-rollout-logprobs", *SMALL),
+        f"{by_path('policy_loss', *HOOKED)} --loss-type custom_loss --use-rollout-logprobs {SMALL}",
         config={"use_tis": True, "tis_level": "token", "tis_mode": "truncate"},
     ),
+    "examples/slime flags": Case(EXAMPLE, added("run-qwen3-4B.diff"), told=True),
+    "examples/slime yaml": Case(EXAMPLE, added("run-qwen3-4B-yaml.diff"), told=True),
+    "examples/slime by path": Case(f"{EXAMPLE} {GEOMETRIC}", _PATHS, config=_SETTINGS),
+    **LAYOUTS,
+    # Its mean weight is known only at the end of the step, and no KL may be added to it.
+    "cp2 deferred": Case(f"{NORMALIZED} --use-rollout-log-probs", f"{PROBE} {CP2}", ranks=2, bound=LARGE_TERMS),
+    "one masked": Case(DECOUPLED, PROBE, masked=True),
+    "cp2 masked": Case(DECOUPLED, f"{PROBE} {CP2}", ranks=2, masked=True),
 }
-JOBS = {name: case.job() for name, case in CASES.items()}
 ALGORITHMS = [f"algorithm {n}" for n in range(4)]
+
+# Megatron-LM's distributed optimizer cannot load the state of torch's Adam (it asserts that there is one already), and
+# its own Adam needs a GPU; slime sets it with no flag against.
+UNDISTRIBUTED = {"use_distributed_optimizer": False}
+RESUMED = f"{SEQUENCE} --rs-veto-threshold 0.1 {SMALL}"
+SAVE = "--save-interval 2 --mismatch-report-dir {run}/../report --save {run}/../checkpoint"
+REFUSED = {
+    "misspelt": (Job(["--use-tis", "--tis-levle", "sequence"]), "--tis-levle.*--tis-level"),
+    "contradictory": (
+        Job(["--use-tis", "--tis-upper-bound", "3", "--tis-clip", "2.5"]),
+        "--tis-upper-bound 3.* contradicts slime's --tis-clip 2.5",
+    ),
+    "unknown in YAML": (
+        Job(by_path("tis_function", *HOOKED).split(), False, config={"use_tis": True, "tis_levle": "sequence"}),
+        "tis_levle.*tis_level",
+    ),
+    "not hooked": (
+        Job(by_path(*HOOKED).split(), False, config={"use_tis": True, "tis_level": "sequence"}),
+        "no hook of the plugin would run",
+    ),
+}
+JOBS = {
+    **{name: case.job() for name, case in CASES.items()},
+    **{name: job for name, (job, _) in REFUSED.items()},
+    "resume whole": Job(RESUMED.split(), rollouts=4, config=UNDISTRIBUTED),
+    "resume first": Job(f"{RESUMED} {SAVE}".split(), config=UNDISTRIBUTED),
+}
 
 
 @pytest.mark.shows("starts", "exit_status", "loss_equals_reference", "gradients_change", "metrics_arrive")
@@ -100,17 +191,21 @@ ALGORITHMS = [f"algorithm {n}" for n in range(4)]
 def test_every_step_is_the_reference(
     name: str, trained: Callable[[str], Trained], sources: Sources, shows: Shown
 ) -> None:
-    run, config = trained(name), CASES[name].config_of()
-    assert run.finished.status == 0, run.text[-4000:]
-    assert sorted(run.steps) == [0, 1, 2, 3]
-    found = agreement(run, config, sources.inputs / run.job.checkpoint)
-    found.check(LARGE_TERMS if name == "normalised 3" else 1e-5)
-    shows("starts", "train.py, from recorded rollouts and with a live SGLang server")
+    run, case = trained(name), CASES[name]
+    found = agreement(run, case.settings(), Reference(sources.inputs / run.job.checkpoint))
+    found.check(case.bound)
     shows("exit_status", "0 at the end of training")
+    shows("starts", "train.py, from recorded rollouts and with a live SGLang server")
+    if name.startswith("examples"):
+        shows("starts", "the lines that examples/slime adds")
     if name in ALGORITHMS:
         shows("loss_equals_reference", "algorithms 0 to 3", found.loss)
         shows("gradients_change", "norm as torch's, relative", found.grad_norm)
         shows("metrics_arrive", "TensorBoard, equal to the reference's")
+    if case.bound == LARGE_TERMS:
+        shows("loss_equals_reference", "algorithm 3 with a KL, or weights normalised over the step", found.loss)
+    elif name in LAYOUTS:
+        shows("loss_equals_reference", ALL, found.loss)
 
 
 @pytest.mark.shows("gradients_change")
@@ -123,10 +218,134 @@ def test_the_algorithms_differ(trained: Callable[[str], Trained]) -> None:
 @pytest.mark.shows("metrics_arrive")
 @pytest.mark.parametrize("name", ["algorithm 0", "rejection"])
 def test_inspect_reads_the_report_folder(name: str, trained: Callable[[str], Trained], shows: Shown) -> None:
-    folder = trained(name).folder / "report"
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 1, 2, 3]
-    done = CliRunner().invoke(app, ["inspect", str(folder)])
+    run = trained(name)
+    assert [line["step"] for line in run.reported] == [0, 1, 2, 3]
+    done = CliRunner().invoke(app, ["inspect", str(run.folder / "report")])
     assert done.exit_code in (0, 1), done.output  # 1: it found something, and these dumps have noise put in
     assert "over the last 4 steps" in " ".join(done.output.split()), done.output
     shows("metrics_arrive", "a report folder that inspect reads")
+
+
+@pytest.mark.shows("gradients_change")
+@pytest.mark.parametrize("name", [*LAYOUTS][1:-1])
+def test_every_step_is_that_of_one_rank(name: str, trained: Callable[[str], Trained]) -> None:
+    """Later weights differ by float32's order of sums, which Adam makes larger."""
+    one, run = trained("one"), trained(name)
+    for step, theirs in one.steps.items():
+        for metric in ("loss", "grad_norm", "tis", "tis_weight", "tis_rejected", "ppo_kl", "entropy_loss"):
+            rel, absolute = (1e-5, 1e-6) if step == 0 else (2e-3, 3e-4)
+            assert run.steps[step][metric] == pytest.approx(theirs[metric], rel=rel, abs=absolute), (step, metric)
+
+
+@pytest.mark.shows("flags_arrive")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_rank_is_told_the_same(name: str, trained: Callable[[str], Trained], shows: Shown) -> None:
+    run = trained(name)
+    told = [json.loads((run.folder / f"arrived_{rank}.json").read_text()) for rank in range(run.job.ranks)]
+    assert told == [told[0]] * run.job.ranks
+    settings, host = told[0]["settings"], told[0]["host"]
+    bypass = name == "dp2 kl"
+    assert settings["use_tis"] is True and settings["tis"]["level"] == "sequence"
+    assert settings["use_rollout_log_probs"] is bypass is host["use_rollout_logprobs"]
+    geometric = {"aggregate": "sequence_mean", "lower_bound": 0.6, "upper_bound": 1.1}
+    assert settings.get("rs", {}).get("criteria") == (None if bypass else [geometric])
+    assert host["loss_type"] == ("custom_loss" if bypass else "policy_loss")
+    assert host["custom_megatron_init_path"] == "mismatch_plugin.hooks.slime.init"
+    shows("flags_arrive", f"every rank of {ALL} is told the same")
+
+
+@pytest.mark.shows("loss_equals_reference")
+def test_slimes_own_example_with_our_path(start: Start, sources: Sources, shows: Shown) -> None:
+    """Each step is one micro-batch here, over which slime's own normalises."""
+    config = yaml.safe_load((Path(os.environ["SLIME_SRC"]) / MIS / "mis.yaml").read_text())
+    paths = {"ours": hook_path("slime", "tis_function"), "theirs": OWN_MIS}
+    flags = {name: ["--use-tis", "--custom-tis-function-path", path] for name, path in paths.items()}
+    started = {name: start(f"mis/{name}", Job(words, False, config=config)) for name, words in flags.items()}
+    ours, theirs = (started[name].result() for name in paths)
+    assert theirs.finished.status == 0, theirs.text[-4000:]
+    found = agreement(ours, config_of(OUR_MIS.split(), **NORMALISER), Reference(sources.inputs / "hf"))
+    found.check(tracker=False)
+    for step, logged in theirs.steps.items():
+        for metric in ("loss", "grad_norm"):
+            assert ours.steps[step][metric] == pytest.approx(logged[metric], rel=1e-4, abs=1e-6), (step, metric)
+    shows("loss_equals_reference", "mis.yaml as with slime's own function", found.loss)
+
+
+@pytest.mark.shows("starts", "exit_status")
+def test_a_resumed_run_goes_on_with_the_same_numbers(
+    trained: Callable[[str], Trained], start: Start, shows: Shown
+) -> None:
+    """By slime's own checkpoints."""
+    complete, first = trained("resume whole"), trained("resume first")
+    # The scheduler knows another number of rollouts; the random state, which nothing draws from, has none of CUDA's.
+    load = "--load {run}/../checkpoint --override-opt_param-scheduler --no-load-rng"
+    job = Job(f"{RESUMED} {SAVE} {load}".split(), rollouts=4, config=UNDISTRIBUTED)
+    again = start("losses/resume again", job).result()
+    assert [run.finished.status for run in (complete, first, again)] == [0, 0, 0], again.text[-4000:]
+    assert sorted(first.steps) == [0, 1, 2, 3] and sorted(again.steps) == [4, 5, 6, 7]
+    for step, theirs in complete.steps.items():
+        run = first if step < 4 else again
+        for metric in ("loss", "grad_norm", "tis", "tis_weight", "tis_rejected", "ppo_kl"):
+            assert run.steps[step][metric] == pytest.approx(theirs[metric], rel=1e-6, abs=1e-7), (step, metric)
+    lines = (again.folder.parent / "report/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(8))
+    shows("exit_status", "0 after a resume, whose steps are those of an uninterrupted run")
+
+
+def absent(samples: list[dict[str, Any]]) -> None:
+    for sample in samples:
+        sample["rollout_log_probs"] = None
+
+
+def nan(samples: list[dict[str, Any]]) -> None:
+    samples[5]["rollout_log_probs"][2] = math.nan
+
+
+def short(samples: list[dict[str, Any]]) -> None:
+    samples[5]["rollout_log_probs"].pop()
+
+
+def check_refused(run: Trained, pattern: str) -> None:
+    assert run.finished.status not in (0, OUT_OF_TIME), run.text[-4000:]
+    assert run.said(pattern), run.text[-4000:]
+
+
+@pytest.mark.shows("fault_named", "exit_status")
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_settings_are_named(name: str, trained: Callable[[str], Trained], shows: Shown) -> None:
+    run = trained(name)
+    check_refused(run, REFUSED[name][1])
+    assert not run.steps
+    shows("fault_named", "misspelt, contradictory and unhooked settings")
+
+
+@pytest.mark.shows("fault_named", "exit_status")
+@pytest.mark.parametrize(
+    ("fault", "ranks", "pattern"),
+    [
+        (absent, 1, "the rollout batch has no rollout_log_probs"),
+        (nan, 2, r"rollout log-prob of sequence \d+, position 2 .*kind nan"),
+        (short, 2, "log_prob length mismatch: len.log_prob.=18, response_length=19"),
+    ],
+    ids=["absent", "NaN on one rank", "short on one rank"],
+)
+def test_wrong_data_are_named(
+    fault: Callable[[Any], None],
+    ranks: int,
+    pattern: str,
+    start: Start,
+    sources: Sources,
+    tmp_path: Path,
+    shows: Shown,
+) -> None:
+    """In the second rollout, after a first that is sound. A sample is on one rank of two."""
+    for rollout in range(2):
+        dump = torch.load(sources.inputs / f"dump/{rollout}.pt", weights_only=False)
+        if rollout:
+            fault(dump["samples"])
+        torch.save(dump, tmp_path / f"{rollout}.pt")
+    flags = f"{SEQUENCE} --use-rs --rs-level geometric --rs-lower-bound 0.5".split()
+    run = start(f"faults/{fault.__name__}", replace(Job(flags, ranks=ranks), dump=tmp_path)).result()
+    check_refused(run, pattern)
+    assert sorted(run.steps) == [0, 1]
+    shows("fault_named", "log-probs that are missing, NaN or too few on one rank")

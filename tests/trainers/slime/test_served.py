@@ -13,10 +13,10 @@ import pytest
 from mismatch_plugin.data.read import read
 from mismatch_plugin.diagnose.batch import make_batch
 from mismatch_plugin.diagnose.detectors.run import check_batch
-from tests.trainers.columns import Shown
 from tests.trainers.run import OUT_OF_TIME
 from tests.trainers.slime.loop import dumps, inspect, reverse
-from tests.trainers.slime.trainer import SERVER, Job, Sources, Trained
+from tests.trainers.slime.trainer import SERVER, Job, Trained
+from tests.trainers.whole import Shown, Sources
 
 HOW: dict[str, Any] = {"transport": "nccl", "dtype": "bfloat16", "config": {"bf16": True}, "cache": True}
 
