@@ -214,7 +214,7 @@ class Host:
         return {"megatron-core": ".".join(numbers)} if numbers else {}
 
 
-Start = Callable[[str, Job], "Future[Trained]"]
+Start = Callable[[str, Job], "Future[Any]"]
 _PORTS, _STARTED = threading.Lock(), [-math.inf]
 
 
