@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.trainers.run import end_runs
-from tests.trainers.whole import AT_ONCE, RUNS, Host, Job, Shown, Start, Trained
+from tests.trainers.whole import RUNS, Host, Job, Shown, Start, Trained
 
 _SHOWN = pytest.StashKey[Shown]()
 _WHOLE = pytest.StashKey[bool]()
@@ -75,7 +75,7 @@ def start(host: Host, pytestconfig: pytest.Config) -> Iterator[Start]:
         reporter.write_line(f"\n{time.strftime('%H:%M:%S')} {RUNS / host.name / name}/log")
         return host.train(job, name)
 
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(host.at_once) as pool:
 
         def submit(name: str, job: Job) -> Future[Trained]:
             started.append(pool.submit(train, job, name))

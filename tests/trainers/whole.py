@@ -159,19 +159,21 @@ class Job:
     def prepare(self, folder: Path) -> None:
         """Write what the run reads, into its folder."""
 
-    def cwd(self, sources: Sources) -> Path:
+    def cwd(self, sources: Sources, folder: Path) -> Path:
         return sources.checkout
 
 
 @dataclass(frozen=True)
 class Host:
-    """A trainer under test. name: of its folder here. command: the make line. commits, packages: for the table."""
+    """A trainer under test. name: of its folder here. command: the make line. commits, packages: for the table.
+    at_once: runs."""
 
     name: str
     command: str
     sources: Sources
     commits: Mapping[str, str]
     packages: Sequence[str]
+    at_once: int = AT_ONCE
 
     def train(self, job: Job, name: str) -> Trained:
         """Run a job to its end, in a folder that is emptied before; under TRAINERS_REUSE=1 take what is there."""
@@ -189,7 +191,7 @@ class Host:
             _wait_for_ports()
         with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as ray:
             env = {**job.environment(self.sources, folder, Path(ray)), **job.env}
-            finished = run(command, folder / "log", limit=job.limit, env=env, cwd=job.cwd(self.sources))
+            finished = run(command, folder / "log", limit=job.limit, env=env, cwd=job.cwd(self.sources, folder))
         record = {"status": finished.status, "seconds": finished.seconds, "peak_gib": finished.peak_gib}
         ended.write_text(json.dumps({"job": repr(job), **record}))
         return job.RESULT(job, folder, finished)

@@ -96,7 +96,7 @@ class Job(whole.Job):
             **rollouts,
         }
 
-    def cwd(self, sources: Sources) -> Path:
+    def cwd(self, sources: Sources, folder: Path) -> Path:
         return sources.inputs / "patched" if self.patched else sources.checkout
 
     def command(self, sources: Sources, folder: Path) -> list[str]:
