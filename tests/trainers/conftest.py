@@ -3,8 +3,8 @@
 MISMATCH_HOST_PYTHON: the environment. TRAINERS_AT_ONCE: runs at once (2); one of a single rank keeps about one core
 busy. TRAINERS_REUSE=1: take a run that is there already, of the same job, for work on the tests.
 
-A host's conftest.py has `host`. A module's `JOBS` are all started before the first test, two at a time; a test asks for
-one by name: `trained("name")`. Where only some tests were chosen (-k, a file, ::), a job starts when one asks for it.
+A host's trainer.py has `make_host`. A module's `JOBS` are all started before the first test, two at a time; a test asks
+for one by name: `trained("name")`. Where only some tests were chosen (-k, a file, ::), a job starts when one asks for it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import import_module
 from typing import Any
 
 import pytest
 
 from tests.trainers.run import end_runs
-from tests.trainers.whole import RUNS, Host, Job, Shown, Start, Trained
+from tests.trainers.whole import RUNS, Host, Job, Runs, Shown, Sources, Start, Trained
 
 _SHOWN = pytest.StashKey[Shown]()
 _WHOLE = pytest.StashKey[bool]()
@@ -27,7 +28,7 @@ _FACTS = pytest.StashKey[dict[str, Any]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "shows(*columns): columns of the table that are not shown where the test fails")
+    config.addinivalue_line("markers", "shows(*columns, **by): columns of the table that a test shows, and by what")
     config.stash[_SHOWN] = Shown()
     config.stash[_WHOLE] = not any("::" in word or word.endswith(".py") for word in config.args)
     signal.signal(signal.SIGTERM, _terminated)
@@ -45,10 +46,13 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-    report = yield
-    if not report.passed:
-        for marker in item.iter_markers("shows"):
-            item.config.stash[_SHOWN].failed.update(marker.args)
+    report, shown = (yield), item.config.stash[_SHOWN]
+    for marker in item.iter_markers("shows"):
+        if not report.passed:
+            shown.failed.update(marker.args, marker.kwargs)
+        elif report.when == "call":
+            for column, by in marker.kwargs.items():
+                shown(column, by)
     return report
 
 
@@ -63,6 +67,18 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 @pytest.fixture(scope="session")
 def shows(pytestconfig: pytest.Config) -> Shown:
     return pytestconfig.stash[_SHOWN]
+
+
+@pytest.fixture(scope="session")
+def host(request: pytest.FixtureRequest) -> Host:
+    """The trainer in whose folder the tests are, with its inputs made."""
+    (folder,) = {item.path.parent.name for item in request.session.items}
+    return import_module(f"tests.trainers.{folder}.trainer").make_host()
+
+
+@pytest.fixture(scope="session")
+def sources(host: Host) -> Sources:
+    return host.sources
 
 
 @pytest.fixture(scope="session")
@@ -105,7 +121,7 @@ def _started(request: pytest.FixtureRequest, start: Start) -> Callable[[str], Fu
 
 
 @pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest, _started: Callable[[str], Future[Trained]]) -> Callable[[str], Trained]:
+def trained(request: pytest.FixtureRequest, _started: Callable[[str], Future[Trained]]) -> Runs:
     """The end of the module's job of that name."""
     return lambda name: _started(f"{_short(request.module)}/{name}").result()
 

@@ -217,6 +217,7 @@ class Host:
 
 
 Start = Callable[[str, Job], "Future[Any]"]
+Runs = Callable[[str], Any]
 _PORTS, _STARTED = threading.Lock(), [-math.inf]
 
 
@@ -270,7 +271,10 @@ def versions_of(python: Path, names: Sequence[str]) -> dict[str, str]:
 @dataclass
 class Shown:
     """What the tests of a session showed. by: column → by what → the largest number given with it. failed: columns of
-    tests that failed. A test says `shows(column, by)` at its end, and is marked with what is not shown where it fails.
+    tests that failed.
+
+    `@pytest.mark.shows(column=by)` says what a test shows when it passes; `shows(column, by, number)` at its end adds
+    to that. A column of either a mark's arguments or its keywords is not shown where the test fails.
     """
 
     by: dict[str, dict[str, float | None]] = field(default_factory=dict)
@@ -302,22 +306,5 @@ class Shown:
         if REUSE and path.exists():
             record["seconds"] = json.loads(path.read_text(encoding="utf-8"))["seconds"]
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_laid_out(record) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         print(f"\nwritten: {path}")
-
-
-def _laid_out(record: Mapping[str, Any]) -> str:
-    """JSON with a line for each column and for each thing that was shimmed."""
-    parts = []
-    for name, value in record.items():
-        if name == "shimmed":
-            entries = ",\n    ".join(json.dumps(entry, ensure_ascii=False) for entry in value)
-            parts.append(f'"{name}": [\n    {entries}\n  ]')
-        elif name == "columns":
-            entries = ",\n    ".join(
-                f'"{column}": {json.dumps(told, ensure_ascii=False)}' for column, told in value.items()
-            )
-            parts.append(f'"{name}": {{\n    {entries}\n  }}')
-        else:
-            parts.append(f'"{name}": {json.dumps(value, ensure_ascii=False)}')
-    return "{\n  " + ",\n  ".join(parts) + "\n}"

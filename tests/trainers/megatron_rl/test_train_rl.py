@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ import pytest
 from tests.trainers.megatron_rl.trainer import Job, Trained, step_of
 from tests.trainers.reference import TOLERANCE
 from tests.trainers.run import OUT_OF_TIME
-from tests.trainers.whole import SETTINGS, Host, Shown, Start, largest, lines_of
+from tests.trainers.whole import SETTINGS, Host, Runs, Shown, Start, largest, lines_of
 
 STEPS = (1, 2, 3, 4)
 SEQUENCE = "--use-tis --tis-level sequence"
@@ -85,9 +85,7 @@ def differences(run: Trained, flags: Sequence[str]) -> tuple[list[float], list[f
 
 @pytest.mark.shows("starts", "exit_status", "flags_arrive", "loss_equals_reference", "gradients_change")
 @pytest.mark.parametrize("name", CASES)
-def test_loss_and_gradient_are_ours_on_what_forward_step_had(
-    name: str, trained: Callable[[str], Trained], shows: Shown
-) -> None:
+def test_loss_and_gradient_are_ours_on_what_forward_step_had(name: str, trained: Runs, shows: Shown) -> None:
     run = trained(name)
     losses, gradients = differences(run, CASES[name][0].split())
     assert largest(losses) < TOLERANCE
@@ -102,7 +100,7 @@ def test_loss_and_gradient_are_ours_on_what_forward_step_had(
 
 @pytest.mark.shows("loss_equals_reference")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_has_our_loss(layout: str, trained: Callable[[str], Trained], shows: Shown) -> None:
+def test_every_layout_has_our_loss(layout: str, trained: Runs, shows: Shown) -> None:
     one, run = trained("sequence"), trained(layout)
     losses, _ = differences(run, SEQUENCE.split())
     assert largest(losses) < TOLERANCE
@@ -114,7 +112,7 @@ def test_every_layout_has_our_loss(layout: str, trained: Callable[[str], Trained
 
 
 @pytest.mark.shows("flags_arrive")
-def test_the_algorithms_gradients_are_as_the_formulas_say(trained: Callable[[str], Trained]) -> None:
+def test_the_algorithms_gradients_are_as_the_formulas_say(trained: Runs) -> None:
     """At θ = π_old algorithms 2 and 3 have one gradient, w·A·∇log π; 0 has no w; later the clip makes them differ."""
     runs = {name: trained(name) for name in CASES}
     norms = {name: run.tracked["grad-norm"] for name, run in runs.items()}
@@ -126,7 +124,7 @@ def test_the_algorithms_gradients_are_as_the_formulas_say(trained: Callable[[str
 
 
 @pytest.mark.shows("metrics_arrive")
-def test_metrics_reach_tensorboard_and_the_report_folder(trained: Callable[[str], Trained], shows: Shown) -> None:
+def test_metrics_reach_tensorboard_and_the_report_folder(trained: Runs, shows: Shown) -> None:
     run = trained("sequence")
     assert tuple(line["step"] for line in run.reported) == STEPS
     ours = {name for name in run.tracked if name.startswith("rollout_corr/")}
@@ -137,7 +135,7 @@ def test_metrics_reach_tensorboard_and_the_report_folder(trained: Callable[[str]
     shows("metrics_arrive", "TensorBoard and our report folder, equal, at the steps of lm loss")
 
 
-def test_the_engine_samples_with_the_weights_of_the_last_step(trained: Callable[[str], Trained]) -> None:
+def test_the_engine_samples_with_the_weights_of_the_last_step(trained: Runs) -> None:
     """The engine here is a forward pass of the trainer's own model: it agrees after every update."""
     run = trained(SAMPLED)
     assert largest(differences(run, ["--use-tis"])[0]) < TOLERANCE
@@ -151,7 +149,7 @@ def test_the_engine_samples_with_the_weights_of_the_last_step(trained: Callable[
 
 @pytest.mark.shows("fault_named")
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_command_line_is_named(name: str, trained: Callable[[str], Trained], shows: Shown) -> None:
+def test_a_wrong_command_line_is_named(name: str, trained: Runs, shows: Shown) -> None:
     run = trained(name)
     assert run.finished.status not in (0, OUT_OF_TIME)
     assert run.said(WRONG[name][1])
@@ -171,7 +169,7 @@ def test_a_log_prob_that_the_engine_did_not_return_is_named(host: Host, start: S
     shows("fault_named", "a NaN log-prob, before the optimizer steps")
 
 
-def test_the_checkout_is_left_as_it_was(host: Host, trained: Callable[[str], Trained]) -> None:
+def test_the_checkout_is_left_as_it_was(host: Host, trained: Runs) -> None:
     trained("sequence")
     patched = host.sources.inputs / "patched"
     told = subprocess.run(["git", "status", "--short"], cwd=patched, capture_output=True, text=True, check=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from mismatch_plugin.patching import apply, patches_of
 from tests.trainers import whole
 from tests.trainers.reference import config_of, loss_and_gradient
-from tests.trainers.whole import CPU_SHIM, ENVIRONMENT, ROOT, Host, Sources
+from tests.trainers.whole import CPU_SHIM, ENVIRONMENT, ROOT, RUNS, Host, Sources, commit_of, made_once, needed
 
 HERE = Path(__file__).parent
 MODEL = """
@@ -170,3 +170,13 @@ def step_of(records: Sequence[Record], flags: Sequence[str]) -> tuple[float, Ten
     config, current = config_of([*KL, *clip, *flags]), data.pop("current")
     loss, mine = loss_and_gradient(config, current, rollout=None if rollout[0] is None else rollout, **data)
     return loss, mine, theirs / len(theirs)  # Megatron-LM divides by the step's tokens
+
+
+def make_host() -> Host:
+    """MEGATRON_SRC: a checkout."""
+    megatron, python = needed("MEGATRON_SRC", "MISMATCH_HOST_PYTHON")
+    sources, commits = Sources(python, megatron, RUNS / "megatron_rl/inputs"), {"Megatron-LM": commit_of(megatron)}
+    command = "make test-megatron-rl MEGATRON_SRC=…"
+    found = Host("megatron_rl", command, sources, commits, ("torch", "transformers", "numpy"))
+    made_once(sources.inputs, [megatron], lambda: make_inputs(found))
+    return found

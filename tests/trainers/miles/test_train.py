@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,11 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.hooks.slime.config import HOOKS, hook_path
-from tests.trainers.miles.trainer import SCRIPT, Job, MilesReference, ScriptJob, Trained
+from tests.trainers.miles.trainer import SCRIPT, Job, MilesReference, ScriptJob
 from tests.trainers.reference import TOLERANCE, config_of
 from tests.trainers.run import OUT_OF_TIME
 from tests.trainers.slime.reference import NORMALISER, agreement, pack
-from tests.trainers.whole import RUNS, SETTINGS, Host, Shown, Sources, largest
+from tests.trainers.whole import RUNS, SETTINGS, Host, Runs, Shown, Sources, largest
 
 SMALL = "--max-tokens-per-gpu 96"  # several micro-batches a step
 SEQUENCE = "--use-tis --tis-level sequence"
@@ -109,9 +108,7 @@ JOBS = {
 
 @pytest.mark.shows("starts", "exit_status", "flags_arrive", "loss_equals_reference", "gradients_change")
 @pytest.mark.parametrize("name", CASES)
-def test_every_step_is_the_reference(
-    name: str, trained: Callable[[str], Trained], sources: Sources, shows: Shown
-) -> None:
+def test_every_step_is_the_reference(name: str, trained: Runs, sources: Sources, shows: Shown) -> None:
     """On two ranks the samples of a step are those of a single one, whose dumps hold them whole."""
     run, config = trained(name), config_of(CASES[name].ours.split(), **NORMALISER)
     steps = None
@@ -139,7 +136,7 @@ def test_every_step_is_the_reference(
 
 @pytest.mark.shows("fault_named")
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_ends_the_run_and_is_named(name: str, trained: Callable[[str], Trained], shows: Shown) -> None:
+def test_a_fault_ends_the_run_and_is_named(name: str, trained: Runs, shows: Shown) -> None:
     run = trained(name)
     assert run.finished.status not in (0, OUT_OF_TIME), run.text[-2000:]
     assert run.said(FAULTS[name][1]), run.text[-4000:]
@@ -147,7 +144,7 @@ def test_a_fault_ends_the_run_and_is_named(name: str, trained: Callable[[str], T
 
 
 @pytest.mark.shows("starts", "loss_equals_reference", "metrics_arrive", "weight_versions_arrive", "exit_status")
-def test_weights_and_their_versions_arrive(trained: Callable[[str], Trained], sources: Sources, shows: Shown) -> None:
+def test_weights_and_their_versions_arrive(trained: Runs, sources: Sources, shows: Shown) -> None:
     """SGLang's own server on CPU samples, train.py trains, new weights go to the server."""
     run = trained("live")
     assert run.finished.status == 0, run.text[-4000:]

@@ -17,7 +17,7 @@ from mismatch_plugin.data.read import read
 from tests.trainers.slime import trainer as slime
 from tests.trainers.slime.reference import Reference
 from tests.trainers.slime.trainer import CPU, FROM_DUMPS, FULL_LOOP, MODEL, TRAINING, run_script
-from tests.trainers.whole import CPU_SHIM, ROOT, Sources
+from tests.trainers.whole import CPU_SHIM, ROOT, RUNS, Host, Sources, commit_of, made_once, needed
 
 HERE = Path(__file__).parent
 SLIME = HERE.parent / "slime"
@@ -170,3 +170,12 @@ def make_inputs(sources: Sources) -> None:
     hf, megatron = str(sources.inputs / "hf"), str(sources.inputs / "torch_dist")
     words = (*MODEL.split(), *CPU.split(), "--hf-checkpoint", hf, "--save", megatron)
     run_script(sources, Job(), [str(HERE / "inputs/convert.py"), CONVERTER, *words])
+
+
+def make_host() -> Host:
+    """MILES_SRC, MEGATRON_SRC (radixark's): checkouts."""
+    miles, megatron, python = needed("MILES_SRC", "MEGATRON_SRC", "MISMATCH_HOST_PYTHON")
+    found = Sources(python, miles, RUNS / "miles/inputs", megatron)
+    made_once(found.inputs, [miles, megatron], lambda: make_inputs(found))
+    commits = {"miles": commit_of(miles), "Megatron-LM (radixark)": commit_of(megatron)}
+    return Host("miles", "make test-miles MILES_SRC=… MEGATRON_SRC=…", found, commits, slime.PACKAGES)

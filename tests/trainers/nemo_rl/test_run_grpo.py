@@ -6,13 +6,11 @@ not agree with the trainer's. The metrics that NeMo-RL logs are means over a rol
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from tests.trainers.nemo_rl.trainer import Job, Trained
+from tests.trainers.nemo_rl.trainer import Job
 from tests.trainers.reference import TOLERANCE
-from tests.trainers.whole import SETTINGS, Shown, largest
+from tests.trainers.whole import SETTINGS, Runs, Shown, largest
 
 ROLLOUTS, STEPS = (1, 2), (0, 1)
 REINFORCE = "--use-rollout-log-probs --use-tis"
@@ -51,9 +49,7 @@ JOBS = {
 
 @pytest.mark.shows("starts", "exit_status", "flags_arrive", "loss_equals_reference")
 @pytest.mark.parametrize("name", CASES)
-def test_the_logged_loss_is_ours_and_no_others_on_what_the_policy_had(
-    name: str, trained: Callable[[str], Trained], shows: Shown
-) -> None:
+def test_the_logged_loss_is_ours_and_no_others_on_what_the_policy_had(name: str, trained: Runs, shows: Shown) -> None:
     run = trained(name)
     assert run.finished.status == 0, run.text[-3000:]
     assert run.said("^mismatch_plugin on nemo-rl:")
@@ -74,7 +70,7 @@ def test_the_logged_loss_is_ours_and_no_others_on_what_the_policy_had(
 
 
 @pytest.mark.shows("loss_equals_reference", "gradients_change")
-def test_algorithm_0_is_nemo_rls_own_loss(trained: Callable[[str], Trained], shows: Shown) -> None:
+def test_algorithm_0_is_nemo_rls_own_loss(trained: Runs, shows: Shown) -> None:
     own, ours = trained("own"), trained("algorithm 0")
     assert own.finished.status == 0 and not own.said("^mismatch_plugin on")
     for name in ("loss", "grad_norm", "gen_kl_error", "token_mult_prob_error", "kl_penalty"):
@@ -83,7 +79,7 @@ def test_algorithm_0_is_nemo_rls_own_loss(trained: Callable[[str], Trained], sho
 
 
 @pytest.mark.shows("gradients_change")
-def test_the_algorithms_gradients_are_as_the_formulas_say(trained: Callable[[str], Trained], shows: Shown) -> None:
+def test_the_algorithms_gradients_are_as_the_formulas_say(trained: Runs, shows: Shown) -> None:
     """At θ = π_old algorithms 2 and 3 have one gradient, w·A·∇log π; 0 has no w; later the clip makes them differ."""
     norms = {i: [trained(f"algorithm {i}").seen[rollout]["grad_norms"] for rollout in ROLLOUTS] for i in (0, 2, 3)}
     first = {i: of[0][0].item() for i, of in norms.items()}
@@ -94,7 +90,7 @@ def test_the_algorithms_gradients_are_as_the_formulas_say(trained: Callable[[str
 
 
 @pytest.mark.shows("metrics_arrive")
-def test_metrics_reach_tensorboard_and_the_report_folder(trained: Callable[[str], Trained], shows: Shown) -> None:
+def test_metrics_reach_tensorboard_and_the_report_folder(trained: Runs, shows: Shown) -> None:
     run = trained("sequence")
     assert tuple(line["step"] for line in run.reported) == ROLLOUTS
     ours = {name for name in run.tracked if name.startswith("train/rollout_corr/")}
@@ -113,7 +109,7 @@ def test_metrics_reach_tensorboard_and_the_report_folder(trained: Callable[[str]
 
 
 @pytest.mark.shows("weight_versions_arrive")
-def test_the_engine_samples_with_the_weights_of_the_last_step(trained: Callable[[str], Trained], shows: Shown) -> None:
+def test_the_engine_samples_with_the_weights_of_the_last_step(trained: Runs, shows: Shown) -> None:
     """Its model is zeros until NeMo-RL sends weights; without a bias it agrees in every rollout."""
     run = trained("no bias")
     assert run.finished.status == 0, run.text[-3000:]
@@ -126,14 +122,14 @@ def test_the_engine_samples_with_the_weights_of_the_last_step(trained: Callable[
 
 @pytest.mark.shows("fault_named")
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_command_line_is_named(name: str, trained: Callable[[str], Trained], shows: Shown) -> None:
+def test_a_wrong_command_line_is_named(name: str, trained: Runs, shows: Shown) -> None:
     run = trained(name)
     assert run.finished.status == 2 and run.said(WRONG[name][1]) and not run.said("Loaded configuration")
     shows("fault_named", "misspelt and contradictory flags")
 
 
 @pytest.mark.shows("fault_named")
-def test_a_log_prob_that_the_engine_did_not_return_is_named(trained: Callable[[str], Trained], shows: Shown) -> None:
+def test_a_log_prob_that_the_engine_did_not_return_is_named(trained: Runs, shows: Shown) -> None:
     run = trained("missing")
     assert run.finished.status == 1 and run.said("InvalidLogProbError.*missing or NaN")
     assert not run.seen and "train/loss" not in run.tracked

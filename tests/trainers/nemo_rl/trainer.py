@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,7 @@ import torch
 
 from tests.trainers import whole
 from tests.trainers.reference import config_of, loss_and_gradient
-from tests.trainers.whole import ENVIRONMENT, ROOT, Sources, ray_resources
+from tests.trainers.whole import ENVIRONMENT, ROOT, RUNS, Host, Sources, commit_of, made_once, needed, ray_resources
 
 HERE = Path(__file__).parent
 # Its KL penalty is 0.01 · k3 of each token, where that is below 10 (its clamp).
@@ -79,3 +80,13 @@ class Job(whole.Job):
     def command(self, sources: Sources, folder: Path) -> list[str]:
         config, logs = str(sources.inputs / "tiny.yaml"), f"logger.log_dir={folder / 'logs'}"
         return [*self.launcher, "examples/run_grpo.py", "--config", config, logs, *self.placed_flags(folder)]
+
+
+def make_host() -> Host:
+    """NEMO_RL_SRC: a checkout."""
+    nemo_rl, python = needed("NEMO_RL_SRC", "MISMATCH_HOST_PYTHON")
+    inputs, packages = RUNS / "nemo_rl/inputs", ("torch", "transformers", "ray", "numpy")
+    words = [str(python), str(HERE / "inputs.py"), str(inputs), str(nemo_rl)]
+    made_once(inputs, [nemo_rl], lambda: subprocess.run(words, check=True))
+    command, commits = "make test-nemo-rl NEMO_RL_SRC=…", {"NeMo-RL": commit_of(nemo_rl)}
+    return Host("nemo_rl", command, Sources(python, nemo_rl, inputs), commits, packages)

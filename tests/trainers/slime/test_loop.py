@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
-from collections.abc import Callable
 from statistics import mean
 from typing import Any
 
@@ -17,8 +16,7 @@ import pytest
 from examples.sglang_server import start_cpu_server
 from mismatch_plugin.patching import apply, patches_of
 from tests.trainers.slime.loop import dumps, inspect, reverse, rewards
-from tests.trainers.slime.trainer import Trained
-from tests.trainers.whole import RUNS, Host, Shown, Sources
+from tests.trainers.whole import RUNS, Host, Runs, Shown, Sources
 
 ROLLOUTS = 24
 STEPS = 4  # optimizer steps a rollout
@@ -56,7 +54,7 @@ JOBS = {
 
 @pytest.mark.shows("starts", "exit_status", "metrics_arrive", "weight_versions_arrive")
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_reward_rises_in_sync(algorithm: int, trained: Callable[[str], Trained], shows: Shown) -> None:
+def test_reward_rises_in_sync(algorithm: int, trained: Runs, shows: Shown) -> None:
     run = trained(f"algorithm {algorithm}")
     assert run.finished.status == 0, run.text[-3000:]
     seen = rewards(run)
@@ -86,7 +84,7 @@ LAB = {
 
 @pytest.mark.shows("weight_versions_arrive")
 @pytest.mark.parametrize("algorithm", [1, 2, 3])  # 0 has a trainer in bfloat16, which the lab has not
-def test_the_mismatch_is_that_of_our_own_lab(algorithm: int, trained: Callable[[str], Trained]) -> None:
+def test_the_mismatch_is_that_of_our_own_lab(algorithm: int, trained: Runs) -> None:
     """In the first step of 20 rollouts: without the trainer's own log-probs the later ones compare π_θ.
 
     In float32 KL is rounding errors that hardly cancel: two runs of one algorithm had 2.0e-8 and 3.8e-8.
@@ -102,7 +100,7 @@ def test_the_mismatch_is_that_of_our_own_lab(algorithm: int, trained: Callable[[
 
 @pytest.mark.shows("weight_versions_arrive")
 @pytest.mark.parametrize("algorithm", [0, 2])
-def test_inspect_says_sound(algorithm: int, trained: Callable[[str], Trained], sources: Sources) -> None:
+def test_inspect_says_sound(algorithm: int, trained: Runs, sources: Sources) -> None:
     """Not under 1 and 3, where slime skips the pass for the trainer's own log-probs."""
     run = trained(f"algorithm {algorithm}")
     first = range(5)
@@ -115,9 +113,7 @@ def test_inspect_says_sound(algorithm: int, trained: Callable[[str], Trained], s
 
 
 @pytest.mark.shows("starts", "weight_versions_arrive")
-def test_stale_rollouts_part_the_algorithms_as_in_the_comparison(
-    trained: Callable[[str], Trained], shows: Shown
-) -> None:
+def test_stale_rollouts_part_the_algorithms_as_in_the_comparison(trained: Runs, shows: Shown) -> None:
     """By the mechanism of docs/compare.md, not by reward, which two weight updates are too few to part: token weights
     take the gradient's spikes away, and bypass stays near the policy that sampled."""
     spikes, apart = [], []
@@ -158,9 +154,7 @@ def test_staleness_with_an_external_server(sources: Sources, host: Host, shows: 
 
 
 @pytest.mark.shows("fault_named")
-def test_a_server_at_another_temperature_is_named(
-    trained: Callable[[str], Trained], sources: Sources, shows: Shown
-) -> None:
+def test_a_server_at_another_temperature_is_named(trained: Runs, sources: Sources, shows: Shown) -> None:
     run = trained("temperature")
     assert run.finished.status == 0, run.text[-3000:]
     status, found = inspect(sources, dumps(run, range(3)))
@@ -171,9 +165,7 @@ def test_a_server_at_another_temperature_is_named(
 
 
 @pytest.mark.shows("fault_named")
-def test_weights_that_do_not_arrive_are_named(
-    trained: Callable[[str], Trained], sources: Sources, shows: Shown
-) -> None:
+def test_weights_that_do_not_arrive_are_named(trained: Runs, sources: Sources, shows: Shown) -> None:
     """Nothing arrives under rollouts 1 and 2, one of two layers under 3 to 5; all versions are as they should be."""
     run = trained("stale")
     assert run.finished.status == 0, run.text[-3000:]
@@ -189,7 +181,7 @@ def test_weights_that_do_not_arrive_are_named(
 
 
 @pytest.mark.shows("fault_named")
-def test_a_killed_server_ends_the_run_with_an_error(trained: Callable[[str], Trained], shows: Shown) -> None:
+def test_a_killed_server_ends_the_run_with_an_error(trained: Runs, shows: Shown) -> None:
     run = trained("killed")
     assert run.said("the server is killed")
     assert run.finished.status not in (0, 124), run.text[-3000:]

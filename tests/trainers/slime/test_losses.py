@@ -27,7 +27,7 @@ from tests.trainers.reference import TOLERANCE, config_of
 from tests.trainers.run import OUT_OF_TIME
 from tests.trainers.slime.reference import LARGE_TERMS, NORMALISER, Reference, agreement
 from tests.trainers.slime.trainer import Job, Trained
-from tests.trainers.whole import ROOT, SETTINGS, Shown, Sources, Start
+from tests.trainers.whole import ROOT, SETTINGS, Runs, Shown, Sources, Start
 
 SMALL = "--max-tokens-per-gpu 96"  # several micro-batches a step
 SEQUENCE = "--use-tis --tis-level sequence"
@@ -188,9 +188,7 @@ JOBS = {
 
 @pytest.mark.shows("starts", "exit_status", "loss_equals_reference", "gradients_change", "metrics_arrive")
 @pytest.mark.parametrize("name", CASES)
-def test_every_step_is_the_reference(
-    name: str, trained: Callable[[str], Trained], sources: Sources, shows: Shown
-) -> None:
+def test_every_step_is_the_reference(name: str, trained: Runs, sources: Sources, shows: Shown) -> None:
     run, case = trained(name), CASES[name]
     found = agreement(run, case.settings(), Reference(sources.inputs / run.job.checkpoint))
     found.check(case.bound)
@@ -209,7 +207,7 @@ def test_every_step_is_the_reference(
 
 
 @pytest.mark.shows("gradients_change")
-def test_the_algorithms_differ(trained: Callable[[str], Trained]) -> None:
+def test_the_algorithms_differ(trained: Runs) -> None:
     """At the second step: there θ, π_old and π_rollout are three policies."""
     norms = sorted(trained(name).steps[1]["grad_norm"] for name in ALGORITHMS)
     assert all(high / low > 1.001 for low, high in pairwise(norms)), norms
@@ -217,7 +215,7 @@ def test_the_algorithms_differ(trained: Callable[[str], Trained]) -> None:
 
 @pytest.mark.shows("metrics_arrive")
 @pytest.mark.parametrize("name", ["algorithm 0", "rejection"])
-def test_inspect_reads_the_report_folder(name: str, trained: Callable[[str], Trained], shows: Shown) -> None:
+def test_inspect_reads_the_report_folder(name: str, trained: Runs, shows: Shown) -> None:
     run = trained(name)
     assert [line["step"] for line in run.reported] == [0, 1, 2, 3]
     done = CliRunner().invoke(app, ["inspect", str(run.folder / "report")])
@@ -228,7 +226,7 @@ def test_inspect_reads_the_report_folder(name: str, trained: Callable[[str], Tra
 
 @pytest.mark.shows("gradients_change")
 @pytest.mark.parametrize("name", [*LAYOUTS][1:-1])
-def test_every_step_is_that_of_one_rank(name: str, trained: Callable[[str], Trained]) -> None:
+def test_every_step_is_that_of_one_rank(name: str, trained: Runs) -> None:
     """Later weights differ by float32's order of sums, which Adam makes larger."""
     one, run = trained("one"), trained(name)
     for step, theirs in one.steps.items():
@@ -239,7 +237,7 @@ def test_every_step_is_that_of_one_rank(name: str, trained: Callable[[str], Trai
 
 @pytest.mark.shows("flags_arrive")
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_rank_is_told_the_same(name: str, trained: Callable[[str], Trained], shows: Shown) -> None:
+def test_every_rank_is_told_the_same(name: str, trained: Runs, shows: Shown) -> None:
     run = trained(name)
     told = [json.loads((run.folder / f"arrived_{rank}.json").read_text()) for rank in range(run.job.ranks)]
     assert told == [told[0]] * run.job.ranks
@@ -272,9 +270,7 @@ def test_slimes_own_example_with_our_path(start: Start, sources: Sources, shows:
 
 
 @pytest.mark.shows("starts", "exit_status")
-def test_a_resumed_run_goes_on_with_the_same_numbers(
-    trained: Callable[[str], Trained], start: Start, shows: Shown
-) -> None:
+def test_a_resumed_run_goes_on_with_the_same_numbers(trained: Runs, start: Start, shows: Shown) -> None:
     """By slime's own checkpoints."""
     complete, first = trained("resume whole"), trained("resume first")
     # The scheduler knows another number of rollouts; the random state, which nothing draws from, has none of CUDA's.
@@ -312,7 +308,7 @@ def check_refused(run: Trained, pattern: str) -> None:
 
 @pytest.mark.shows("fault_named", "exit_status")
 @pytest.mark.parametrize("name", REFUSED)
-def test_wrong_settings_are_named(name: str, trained: Callable[[str], Trained], shows: Shown) -> None:
+def test_wrong_settings_are_named(name: str, trained: Runs, shows: Shown) -> None:
     run = trained(name)
     check_refused(run, REFUSED[name][1])
     assert not run.steps

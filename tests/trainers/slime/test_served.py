@@ -5,7 +5,6 @@ Each run is sound up to the rollout `at`. slime itself sends the weights, over a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,8 +14,8 @@ from mismatch_plugin.diagnose.batch import make_batch
 from mismatch_plugin.diagnose.detectors.run import check_batch
 from tests.trainers.run import OUT_OF_TIME
 from tests.trainers.slime.loop import dumps, inspect, reverse
-from tests.trainers.slime.trainer import SERVER, Job, Trained
-from tests.trainers.whole import Shown, Sources
+from tests.trainers.slime.trainer import SERVER, Job
+from tests.trainers.whole import Runs, Shown, Sources
 
 HOW: dict[str, Any] = {"transport": "nccl", "dtype": "bfloat16", "config": {"bf16": True}, "cache": True}
 
@@ -53,9 +52,7 @@ METRICS = "train/rollout_corr/weight_update_"
 
 @pytest.mark.shows("fault_named")
 @pytest.mark.parametrize("name", [name for name in FAULTS if name != SOUND])
-def test_it_is_named_at_the_first_reply(
-    name: str, trained: Callable[[str], Trained], sources: Sources, shows: Shown
-) -> None:
+def test_it_is_named_at_the_first_reply(name: str, trained: Runs, sources: Sources, shows: Shown) -> None:
     run, (_, at, fault) = trained(name), FAULTS[name]
     # A server that started again is not in slime's process group, and its next update ends the run.
     assert run.finished.status != OUT_OF_TIME and (run.finished.status == 0) is (name != "restarted"), run.text[-3000:]
@@ -73,7 +70,7 @@ def test_it_is_named_at_the_first_reply(
     assert replies == 1
 
 
-def test_a_thousand_sound_replies_give_no_finding(trained: Callable[[str], Trained], sources: Sources) -> None:
+def test_a_thousand_sound_replies_give_no_finding(trained: Runs, sources: Sources) -> None:
     run = trained(SOUND)
     assert run.finished.status == 0, run.text[-3000:]
     for rollout in range(8):
@@ -83,7 +80,7 @@ def test_a_thousand_sound_replies_give_no_finding(trained: Callable[[str], Train
 
 
 @pytest.mark.shows("metrics_arrive")
-def test_what_an_update_delivers_is_a_metric(trained: Callable[[str], Trained], shows: Shown) -> None:
+def test_what_an_update_delivers_is_a_metric(trained: Runs, shows: Shown) -> None:
     """Steps of 1e-3 arrive in bfloat16, those of 5e-7 are rounded away."""
     for name, arrives in ((SOUND, True), ("rounded away", False)):
         run = trained(name)

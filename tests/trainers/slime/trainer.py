@@ -17,9 +17,21 @@ import torch
 import yaml
 
 from tests.trainers import whole
-from tests.trainers.whole import CPU_SHIM, ENVIRONMENT, ROOT, Sources, made_once, ray_resources
+from tests.trainers.whole import (
+    CPU_SHIM,
+    ENVIRONMENT,
+    ROOT,
+    RUNS,
+    Host,
+    Sources,
+    commit_of,
+    made_once,
+    needed,
+    ray_resources,
+)  # fmt: skip
 
 HERE = Path(__file__).parent
+PACKAGES = ("torch", "transformers", "ray", "sglang", "sglang-router", "numpy")
 # What slime's scripts/models/*.sh say of a model, here of the tiny Qwen3 that inputs/make.py makes.
 MODEL = """
     --swiglu --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention
@@ -207,3 +219,13 @@ def make_inputs(sources: Sources) -> None:
     """Checkpoint, tokenizer, prompts and dumps."""
     for script in ("make.py", "warm.py"):
         run_script(sources, Job(), [str(HERE / "inputs" / script), str(sources.inputs)])
+
+
+def make_host() -> Host:
+    """SLIME_SRC, MEGATRON_SRC: checkouts."""
+    slime, megatron, python = needed("SLIME_SRC", "MEGATRON_SRC", "MISMATCH_HOST_PYTHON")
+    patched = patched_megatron(megatron, slime, RUNS / "slime/megatron")
+    found = Sources(python, slime, RUNS / "slime/inputs", patched)
+    made_once(found.inputs, [slime], lambda: make_inputs(found))
+    commits = {"slime": commit_of(slime), "Megatron-LM": commit_of(megatron)}
+    return Host("slime", "make test-slime SLIME_SRC=… MEGATRON_SRC=…", found, commits, PACKAGES)

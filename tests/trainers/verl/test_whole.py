@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch
 import mismatch_plugin as mp
 from tests.trainers.reference import TOLERANCE, config_of
 from tests.trainers.verl.trainer import MINI_BATCH, OPTIMIZER_STEPS, SAMPLES, Job, Trained
-from tests.trainers.whole import SETTINGS, Shown, largest
+from tests.trainers.whole import SETTINGS, Runs, Shown, largest
 
 STEPS = 8
 OWN = {"ppo": {"eps_clip_low": 0.2, "eps_clip_high": 0.2, "dual_clip": 3.0}, "denominator": "original"}  # verl's
@@ -70,9 +69,7 @@ def worst_loss(run: Trained, config: mp.MismatchConfig) -> float:
 
 @pytest.mark.shows("starts", "exit_status", "loss_equals_reference", "gradients_change")
 @pytest.mark.parametrize("name", FLAGS)
-def test_loss_and_gradient_are_those_of_the_reference(
-    name: str, trained: Callable[[str], Trained], shows: Shown
-) -> None:
+def test_loss_and_gradient_are_those_of_the_reference(name: str, trained: Runs, shows: Shown) -> None:
     """And of nothing else: but for algorithm 0, the same batches without a correction have another loss."""
     run, config, plain = trained(name), settings(name), settings("algorithm_0")
     loss = worst_loss(run, config)
@@ -95,7 +92,7 @@ def test_loss_and_gradient_are_those_of_the_reference(
 
 
 @pytest.mark.shows("flags_arrive")
-def test_flags_arrive_in_the_driver_and_in_the_workers(trained: Callable[[str], Trained], shows: Shown) -> None:
+def test_flags_arrive_in_the_driver_and_in_the_workers(trained: Runs, shows: Shown) -> None:
     steps = trained("algorithm_2").steps
     weights = torch.cat([row for step in steps for row in step.rows("rollout_is_weights")])
     inside = weights[weights > 0]
@@ -110,7 +107,7 @@ def test_flags_arrive_in_the_driver_and_in_the_workers(trained: Callable[[str], 
 
 @pytest.mark.shows("metrics_arrive")
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_metrics_arrive_and_the_task_is_learned(name: str, trained: Callable[[str], Trained], shows: Shown) -> None:
+def test_metrics_arrive_and_the_task_is_learned(name: str, trained: Runs, shows: Shown) -> None:
     run = trained(name)
     assert [line["step"] for line in run.reported] == [n + 1 for n in range(STEPS)]
     ours = [metric for metric in run.logged[0] if "rollout_corr/" in metric]
@@ -126,7 +123,7 @@ def test_metrics_arrive_and_the_task_is_learned(name: str, trained: Callable[[st
 
 
 @pytest.mark.shows("weight_versions_arrive")
-def test_every_update_of_the_weights_arrives_in_the_server(trained: Callable[[str], Trained], shows: Shown) -> None:
+def test_every_update_of_the_weights_arrives_in_the_server(trained: Runs, shows: Shown) -> None:
     """The server starts with random weights (verl's load_format dummy), and π_θ moves at learning rate 5e-3."""
     run = trained("algorithm_0")
     worst = max(float(step.log_ratio.abs().max()) for step in run.steps)
@@ -137,7 +134,7 @@ def test_every_update_of_the_weights_arrives_in_the_server(trained: Callable[[st
 
 
 @pytest.mark.shows("loss_equals_reference")
-def test_two_ranks(trained: Callable[[str], Trained], shows: Shown) -> None:
+def test_two_ranks(trained: Runs, shows: Shown) -> None:
     run = trained("two_ranks")
     loss = worst_loss(run, settings("algorithm_2"))
     assert {file.name[:5] for file in (run.folder / "dump").iterdir()} == {"rank0", "rank1"}
@@ -147,7 +144,7 @@ def test_two_ranks(trained: Callable[[str], Trained], shows: Shown) -> None:
 
 @pytest.mark.shows("fault_named")
 @pytest.mark.parametrize("name", LOSES)
-def test_a_missing_log_prob_is_named(name: str, trained: Callable[[str], Trained], shows: Shown) -> None:
+def test_a_missing_log_prob_is_named(name: str, trained: Runs, shows: Shown) -> None:
     run = trained(f"missing_{name}")
     assert run.finished.status != 0
     (said,) = {*re.findall(r"InvalidLogProbError: (.*)", run.text)}
@@ -157,9 +154,7 @@ def test_a_missing_log_prob_is_named(name: str, trained: Callable[[str], Trained
 
 @pytest.mark.shows("fault_named")
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_flag_is_named_before_anything_starts(
-    name: str, trained: Callable[[str], Trained], shows: Shown
-) -> None:
+def test_a_wrong_flag_is_named_before_anything_starts(name: str, trained: Runs, shows: Shown) -> None:
     run = trained(name)
     assert run.finished.status == 2 and WRONG[name][1] in run.text and "ray" not in run.text.lower()
     shows("fault_named", "a misspelt flag or value, no log-probs")

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ import mismatch_plugin as mp
 from ci.sglang_cpu.tiny_model import byte_tokenizer, tiny_model
 from tests.trainers import whole
 from tests.trainers.reference import loss_and_gradient
-from tests.trainers.whole import ENVIRONMENT, ROOT, Sources, lines_of
+from tests.trainers.whole import ENVIRONMENT, ROOT, RUNS, Host, Sources, lines_of, made_once
 
 HERE = Path(__file__).parent
+PACKAGES = ("verl", "torch", "transformers", "sglang", "ray", "TransferQueue", "tensordict", "numpy")
 PROMPTS, SAMPLES, MINI_BATCH = 8, 4, 4  # prompts a step, responses a prompt, prompts an optimizer step
 OPTIMIZER_STEPS = PROMPTS // MINI_BATCH  # of one step of the trainer
 SERVER = (
@@ -163,3 +166,11 @@ def make_inputs(folder: Path) -> None:
         for i, words in enumerate(asked)
     ]
     Dataset.from_list(rows).to_parquet(str(folder / "prompts.parquet"))
+
+
+def make_host() -> Host:
+    """The tests run in the environment that has verl."""
+    inputs = RUNS / "verl/inputs"
+    made_once(inputs, [], lambda: make_inputs(inputs))
+    sources, commits = Sources(Path(sys.executable), inputs, inputs), {"verl": f"{version('verl')} from PyPI"}
+    return Host("verl", "make test-verl-whole", sources, commits, PACKAGES, at_once=1)
