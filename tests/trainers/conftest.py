@@ -4,7 +4,7 @@ MISMATCH_HOST_PYTHON: the environment. TRAINERS_AT_ONCE: runs at once (2); one o
 busy. TRAINERS_REUSE=1: take a run that is there already, of the same job, for work on the tests.
 
 A host's trainer.py has `make_host`. A module's `JOBS` are all started before the first test, two at a time; a test asks
-for one by name: `trained("name")`. Where only some tests were chosen (-k, a file, ::), a job starts when one asks for it.
+for one by name: `trained("name")`. Where only some tests were chosen (-k, a file, ::), it starts when one asks for it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,13 @@ from typing import Any
 import pytest
 
 from tests.trainers.run import end_runs
-from tests.trainers.whole import RUNS, Host, Job, Runs, Shown, Sources, Start, Trained
+from tests.trainers.whole import RUNS, Host, Job, Runs, Sources, Start, Trained
 
-_SHOWN = pytest.StashKey[Shown]()
 _WHOLE = pytest.StashKey[bool]()
 """Whether all tests of a trainer were asked for."""
-_FACTS = pytest.StashKey[dict[str, Any]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "shows(*columns, **by): columns of the table that a test shows, and by what")
-    config.stash[_SHOWN] = Shown()
     config.stash[_WHOLE] = not any("::" in word or word.endswith(".py") for word in config.args)
     signal.signal(signal.SIGTERM, _terminated)
 
@@ -42,31 +38,6 @@ def _terminated(*_: object) -> None:
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     if items:
         items[0].config.stash[_WHOLE] = False
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-    report, shown = (yield), item.config.stash[_SHOWN]
-    for marker in item.iter_markers("shows"):
-        if not report.passed:
-            shown.failed.update(marker.args, marker.kwargs)
-        elif report.when == "call":
-            for column, by in marker.kwargs.items():
-                shown(column, by)
-    return report
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    stash, ended = session.config.stash, exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-    facts = stash.get(_FACTS, None)
-    if ended and stash[_WHOLE] and facts is not None:
-        stash[_SHOWN].write(RUNS / f"{facts['host']}.json", facts)
-
-
-@pytest.fixture(scope="session")
-def shows(pytestconfig: pytest.Config) -> Shown:
-    return pytestconfig.stash[_SHOWN]
 
 
 @pytest.fixture(scope="session")
@@ -85,23 +56,20 @@ def sources(host: Host) -> Sources:
 def start(host: Host, pytestconfig: pytest.Config) -> Iterator[Start]:
     """Start a job, `name` a path below runs/trainers/HOST. The lines that say so need --capture=no."""
     reporter: Any = pytestconfig.pluginmanager.getplugin("terminalreporter")
-    begun, started = time.monotonic(), list["Future[Trained]"]()
+
+    def say(line: str) -> None:
+        reporter.write_line(f"\n{time.strftime('%H:%M:%S')} {line}")
 
     def train(job: Job, name: str) -> Trained:
-        reporter.write_line(f"\n{time.strftime('%H:%M:%S')} {RUNS / host.name / name}/log")
-        return host.train(job, name)
+        say(f"{RUNS / host.name / name}/log")
+        run = host.train(job, name)
+        ended = run.finished
+        say(f"{name}: {ended.status} after {ended.seconds / 60:.1f} min, {ended.peak_gib:.1f} GiB")
+        return run
 
     with ThreadPoolExecutor(host.at_once) as pool:
-
-        def submit(name: str, job: Job) -> Future[Trained]:
-            started.append(pool.submit(train, job, name))
-            return started[-1]
-
-        yield submit
+        yield lambda name, job: pool.submit(train, job, name)
         pool.shutdown(cancel_futures=True)
-    runs = [future.result() for future in started if not future.cancelled() and not future.exception()]
-    if runs:
-        pytestconfig.stash[_FACTS] = host.facts(runs, time.monotonic() - begun)
 
 
 @pytest.fixture(scope="session")

@@ -66,17 +66,11 @@ def end_runs() -> None:
 
 def descendants(root: int) -> list[int]:
     """All processes below one, as /proc has them now."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # it has just ended
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                children.setdefault(parent, []).append(int(entry.name))
-    found, left = [], [root]
-    while left:
-        below = children.get(left.pop(), [])
-        found += below
-        left += below
+    found = list[int]()
+    for children in Path(f"/proc/{root}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it has just ended
+            for child in map(int, children.read_text().split()):
+                found += [child, *descendants(child)]
     return found
 
 
@@ -97,11 +91,9 @@ def _end_all() -> None:
         for process in below:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        try:
+        with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        except ChildProcessError:
-            return
         time.sleep(0.05)
 
 

@@ -28,11 +28,6 @@ RUNS = ROOT / "runs/trainers"
 CPU_SHIM = ROOT / "examples/megatron_core"  # holds cpu_shim.py; last on PYTHONPATH, since hosts have a train.py, too
 SETTINGS = HERE / "settings.yaml"
 LAUNCHER = ("-m", "mismatch_plugin.launch")
-COLUMNS = (
-    *("starts", "flags_arrive", "loss_equals_reference", "gradients_change", "metrics_arrive"),
-    *("weight_versions_arrive", "exit_status", "fault_named"),
-)
-"""Of the table in docs/trainers.md."""
 REUSE = os.environ.get("TRAINERS_REUSE") == "1"
 AT_ONCE = int(os.environ.get("TRAINERS_AT_ONCE", "2"))
 LOOPBACK = "127.0.0.1,localhost"
@@ -165,17 +160,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Host:
-    """A trainer under test. name: of its folder here. command: the make line. commits, packages: for the table.
-    at_once: runs."""
+    """A trainer under test. name: of its folder here. at_once: runs."""
 
     name: str
-    command: str
     sources: Sources
-    commits: Mapping[str, str]
-    packages: Sequence[str]
     at_once: int = AT_ONCE
 
-    def train(self, job: Job, name: str) -> Trained:
+    def train(self, job: Job, name: str) -> Any:
         """Run a job to its end, in a folder that is emptied before; under TRAINERS_REUSE=1 take what is there."""
         folder = RUNS / self.name / name
         ended = folder / "ended.json"
@@ -196,28 +187,11 @@ class Host:
         ended.write_text(json.dumps({"job": repr(job), **record}))
         return job.RESULT(job, folder, finished)
 
-    def facts(self, runs: Sequence[Trained], seconds: float) -> dict[str, Any]:
-        """What the table says of a session next to what it showed."""
-        told = next((lines for run in runs if (lines := run.said("^shimmed: "))), [])
-        return {
-            "host": self.name,
-            "commits": dict(self.commits),
-            "versions": {**versions_of(self.sources.python, self.packages), **self._megatron()},
-            "command": self.command,
-            "seconds": round(seconds),
-            "peak_gib": round(max((run.finished.peak_gib for run in runs), default=0.0), 1),
-            # More than one process may say it.
-            "shimmed": [line.split(": ", 2)[1:] for line in dict.fromkeys(told)],
-        }
-
-    def _megatron(self) -> dict[str, str]:
-        info = self.sources.megatron / "megatron/core/package_info.py"
-        numbers = re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", info.read_text(), re.MULTILINE) if info.exists() else []
-        return {"megatron-core": ".".join(numbers)} if numbers else {}
-
 
 Start = Callable[[str, Job], "Future[Any]"]
 Runs = Callable[[str], Any]
+Record = Callable[[str, float], None]
+"""pytest's `record_property`: a column of the table in docs/trainers.md and its number, in --junit-xml."""
 _PORTS, _STARTED = threading.Lock(), [-math.inf]
 
 
@@ -251,7 +225,7 @@ def commit_of(checkout: Path) -> str:
     return head.strip() + ("+" if changed.strip() else "")
 
 
-def made_once(folder: Path, checkouts: Sequence[Path], make: Callable[[], None]) -> None:
+def made_once(folder: Path, checkouts: Sequence[Path], make: Callable[[], object]) -> None:
     """Make something in a folder, which is emptied before, unless it was made from these very checkouts."""
     made = "".join(f"{checkout} {commit_of(checkout)}\n" for checkout in checkouts)
     mark = folder / "made"
@@ -260,51 +234,3 @@ def made_once(folder: Path, checkouts: Sequence[Path], make: Callable[[], None])
         folder.mkdir(parents=True)
         make()
         mark.write_text(made)
-
-
-def versions_of(python: Path, names: Sequence[str]) -> dict[str, str]:
-    """Installed versions in an environment."""
-    code = f"import json, importlib.metadata as m; print(json.dumps({{n: m.version(n) for n in {tuple(names)}}}))"
-    return json.loads(subprocess.run([str(python), "-c", code], capture_output=True, check=True).stdout)
-
-
-@dataclass
-class Shown:
-    """What the tests of a session showed. by: column → by what → the largest number given with it. failed: columns of
-    tests that failed.
-
-    `@pytest.mark.shows(column=by)` says what a test shows when it passes; `shows(column, by, number)` at its end adds
-    to that. A column of either a mark's arguments or its keywords is not shown where the test fails.
-    """
-
-    by: dict[str, dict[str, float | None]] = field(default_factory=dict)
-    failed: set[str] = field(default_factory=set)
-
-    def __call__(self, column: str, by: str, number: float | None = None) -> None:
-        if column not in COLUMNS:
-            raise KeyError(column)
-        known = self.by.setdefault(column, {})
-        before = known.get(by)
-        known[by] = number if before is None or number is None else max(before, number)
-
-    def table(self) -> dict[str, dict[str, Any]]:
-        def said(column: str) -> str:
-            parts = self.by.get(column, {}).items()
-            return "; ".join(by if number is None else f"{by}: {number:.0e}" for by, number in parts)
-
-        return {
-            column: {
-                "shown": column in self.by and column not in self.failed,
-                "by": said(column) or "no test showed it",
-            }
-            for column in COLUMNS
-        }
-
-    def write(self, path: Path, facts: Mapping[str, Any]) -> None:
-        """facts: of `Host.facts`. Of a session that took kept runs: their time."""
-        record = {**facts, "columns": self.table()}
-        if REUSE and path.exists():
-            record["seconds"] = json.loads(path.read_text(encoding="utf-8"))["seconds"]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        print(f"\nwritten: {path}")

@@ -17,7 +17,7 @@ from torch import Tensor
 from mismatch_plugin.patching import apply, patches_of
 from tests.trainers import whole
 from tests.trainers.reference import config_of, loss_and_gradient
-from tests.trainers.whole import CPU_SHIM, ENVIRONMENT, ROOT, RUNS, Host, Sources, commit_of, made_once, needed
+from tests.trainers.whole import CPU_SHIM, ENVIRONMENT, ROOT, RUNS, Host, Sources, made_once, needed
 
 HERE = Path(__file__).parent
 MODEL = """
@@ -91,7 +91,7 @@ class Job(whole.Job):
             **{name: os.environ[name] for name in keep if name in os.environ},
             **ENVIRONMENT,
             "PYTHONPATH": ":".join(map(str, (HERE / "shim", HERE.parent / "shim", ROOT, CPU_SHIM))),
-            "MEGATRON_ON_CPU": "1",
+            "TRAINER_SHIM": "megatron_rl",
             "MEGATRON_SEEN": str(folder),
             **rollouts,
         }
@@ -175,8 +175,6 @@ def step_of(records: Sequence[Record], flags: Sequence[str]) -> tuple[float, Ten
 def make_host() -> Host:
     """MEGATRON_SRC: a checkout."""
     megatron, python = needed("MEGATRON_SRC", "MISMATCH_HOST_PYTHON")
-    sources, commits = Sources(python, megatron, RUNS / "megatron_rl/inputs"), {"Megatron-LM": commit_of(megatron)}
-    command = "make test-megatron-rl MEGATRON_SRC=…"
-    found = Host("megatron_rl", command, sources, commits, ("torch", "transformers", "numpy"))
-    made_once(sources.inputs, [megatron], lambda: make_inputs(found))
+    found = Host("megatron_rl", Sources(python, megatron, RUNS / "megatron_rl/inputs"))
+    made_once(found.sources.inputs, [megatron], lambda: make_inputs(found))
     return found

@@ -17,7 +17,7 @@ from mismatch_plugin.data.read import read
 from tests.trainers.slime import trainer as slime
 from tests.trainers.slime.reference import Reference
 from tests.trainers.slime.trainer import CPU, FROM_DUMPS, FULL_LOOP, MODEL, TRAINING, run_script
-from tests.trainers.whole import CPU_SHIM, ROOT, RUNS, Host, Sources, commit_of, made_once, needed
+from tests.trainers.whole import CPU_SHIM, ROOT, RUNS, Host, Sources, made_once, needed
 
 HERE = Path(__file__).parent
 SLIME = HERE.parent / "slime"
@@ -39,8 +39,6 @@ class MilesReference(Reference):
     always_defers = True
     grad_norm = 3e-4
     small = 0.4
-    untracked = None
-    least = 24
 
     def logits(self, tokens: Tensor) -> Tensor:
         logits = super().logits(tokens)
@@ -177,5 +175,4 @@ def make_host() -> Host:
     miles, megatron, python = needed("MILES_SRC", "MEGATRON_SRC", "MISMATCH_HOST_PYTHON")
     found = Sources(python, miles, RUNS / "miles/inputs", megatron)
     made_once(found.inputs, [miles, megatron], lambda: make_inputs(found))
-    commits = {"miles": commit_of(miles), "Megatron-LM (radixark)": commit_of(megatron)}
-    return Host("miles", "make test-miles MILES_SRC=… MEGATRON_SRC=…", found, commits, slime.PACKAGES)
+    return Host("miles", found)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.trainers.nemo_rl.trainer import Job
 from tests.trainers.reference import TOLERANCE
-from tests.trainers.whole import SETTINGS, Runs, Shown, largest
+from tests.trainers.whole import SETTINGS, Record, Runs, largest
 
 ROLLOUTS, STEPS = (1, 2), (0, 1)
 REINFORCE = "--use-rollout-log-probs --use-tis"
@@ -47,50 +47,41 @@ JOBS = {
 }
 
 
-@pytest.mark.shows("starts", "exit_status", "flags_arrive", "loss_equals_reference")
 @pytest.mark.parametrize("name", CASES)
-def test_the_logged_loss_is_ours_and_no_others_on_what_the_policy_had(name: str, trained: Runs, shows: Shown) -> None:
+def test_the_logged_loss_is_ours_and_no_others_on_what_the_policy_had(
+    name: str, trained: Runs, record_property: Record
+) -> None:
     run = trained(name)
     assert run.finished.status == 0, run.text[-3000:]
     assert run.said("^mismatch_plugin on nemo-rl:")
     logged = run.tracked["train/loss"]
     assert tuple(sorted(logged)) == tuple(run.seen) == ROLLOUTS
-    apart = []
-    for rollout in ROLLOUTS:
-        found = [run.loss(rollout, step, CASES[name].split()) for step in STEPS]
-        assert all(abs(value) > 1e-4 for value in found)
-        apart.append(abs(sum(found) / 2 - logged[rollout]))
+    losses = [[run.loss(rollout, step, CASES[name].split()) for step in STEPS] for rollout in ROLLOUTS]
+    assert min(abs(value) for found in losses for value in found) > 1e-4
+    apart = [abs(sum(found) / 2 - logged[rollout]) for rollout, found in zip(ROLLOUTS, losses, strict=True)]
     assert largest(apart) < TOLERANCE
     for other in CASES:
-        assert name == other or abs(found[1] - run.loss(2, 1, CASES[other].split())) > 1e-4, other
-    shows("starts", "run_grpo.py, an engine of our own, two rollouts each")
-    shows("flags_arrive", "each algorithm's loss is its own, in one process")
-    shows("loss_equals_reference", "algorithms 0 to 3, sequence weights, settings in YAML", largest(apart))
-    shows("exit_status", "0 at the end of training")
+        assert name == other or abs(losses[1][1] - run.loss(2, 1, CASES[other].split())) > 1e-4, other
+    record_property("loss_equals_reference", largest(apart))
 
 
-@pytest.mark.shows("loss_equals_reference", "gradients_change")
-def test_algorithm_0_is_nemo_rls_own_loss(trained: Runs, shows: Shown) -> None:
+def test_algorithm_0_is_nemo_rls_own_loss(trained: Runs) -> None:
     own, ours = trained("own"), trained("algorithm 0")
     assert own.finished.status == 0 and not own.said("^mismatch_plugin on")
     for name in ("loss", "grad_norm", "gen_kl_error", "token_mult_prob_error", "kl_penalty"):
         assert own.tracked[f"train/{name}"] == pytest.approx(ours.tracked[f"train/{name}"], rel=1e-5, abs=1e-6), name
-    shows("loss_equals_reference", "algorithm 0 as NeMo-RL's own loss")
 
 
-@pytest.mark.shows("gradients_change")
-def test_the_algorithms_gradients_are_as_the_formulas_say(trained: Runs, shows: Shown) -> None:
+def test_the_algorithms_gradients_are_as_the_formulas_say(trained: Runs) -> None:
     """At θ = π_old algorithms 2 and 3 have one gradient, w·A·∇log π; 0 has no w; later the clip makes them differ."""
     norms = {i: [trained(f"algorithm {i}").seen[rollout]["grad_norms"] for rollout in ROLLOUTS] for i in (0, 2, 3)}
     first = {i: of[0][0].item() for i, of in norms.items()}
     assert first[2] == pytest.approx(first[3], rel=1e-5)
     assert abs(first[0] - first[2]) > 0.01
     assert abs(norms[2][1][1] - norms[3][1][1]) > 1e-3
-    shows("gradients_change", "norm in 0 as with NeMo-RL's own loss; first step: equal in 2 and 3, another in 0")
 
 
-@pytest.mark.shows("metrics_arrive")
-def test_metrics_reach_tensorboard_and_the_report_folder(trained: Runs, shows: Shown) -> None:
+def test_metrics_reach_tensorboard_and_the_report_folder(trained: Runs) -> None:
     run = trained("sequence")
     assert tuple(line["step"] for line in run.reported) == ROLLOUTS
     ours = {name for name in run.tracked if name.startswith("train/rollout_corr/")}
@@ -105,11 +96,9 @@ def test_metrics_reach_tensorboard_and_the_report_folder(trained: Runs, shows: S
             "rollout_corr/accepted_token_fraction": 1.0,
         }
         assert {name: line[name] for name in wanted} == pytest.approx(wanted, rel=1e-5)
-    shows("metrics_arrive", "TensorBoard and our report folder, equal")
 
 
-@pytest.mark.shows("weight_versions_arrive")
-def test_the_engine_samples_with_the_weights_of_the_last_step(trained: Runs, shows: Shown) -> None:
+def test_the_engine_samples_with_the_weights_of_the_last_step(trained: Runs, record_property: Record) -> None:
     """Its model is zeros until NeMo-RL sends weights; without a bias it agrees in every rollout."""
     run = trained("no bias")
     assert run.finished.status == 0, run.text[-3000:]
@@ -117,20 +106,16 @@ def test_the_engine_samples_with_the_weights_of_the_last_step(trained: Runs, sho
     assert apart < 1e-5
     moved = [float((part["current"] - part["prev_logprobs"][:, 1:]).abs().max()) for part in run.seen[1]["parts"]]
     assert max(moved) > 0.01
-    shows("weight_versions_arrive", "to an engine of our own, each rollout; |log-ratio|", apart)
+    record_property("weight_versions_arrive", apart)
 
 
-@pytest.mark.shows("fault_named")
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_command_line_is_named(name: str, trained: Runs, shows: Shown) -> None:
+def test_a_wrong_command_line_is_named(name: str, trained: Runs) -> None:
     run = trained(name)
     assert run.finished.status == 2 and run.said(WRONG[name][1]) and not run.said("Loaded configuration")
-    shows("fault_named", "misspelt and contradictory flags")
 
 
-@pytest.mark.shows("fault_named")
-def test_a_log_prob_that_the_engine_did_not_return_is_named(trained: Runs, shows: Shown) -> None:
+def test_a_log_prob_that_the_engine_did_not_return_is_named(trained: Runs) -> None:
     run = trained("missing")
     assert run.finished.status == 1 and run.said("InvalidLogProbError.*missing or NaN")
     assert not run.seen and "train/loss" not in run.tracked
-    shows("fault_named", "a NaN log-prob, before the optimizer steps")

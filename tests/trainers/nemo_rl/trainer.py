@@ -14,7 +14,7 @@ import torch
 
 from tests.trainers import whole
 from tests.trainers.reference import config_of, loss_and_gradient
-from tests.trainers.whole import ENVIRONMENT, ROOT, RUNS, Host, Sources, commit_of, made_once, needed, ray_resources
+from tests.trainers.whole import ENVIRONMENT, ROOT, RUNS, Host, Sources, made_once, needed, ray_resources
 
 HERE = Path(__file__).parent
 # Its KL penalty is 0.01 · k3 of each token, where that is below 10 (its clamp).
@@ -71,6 +71,7 @@ class Job(whole.Job):
             **{name: os.environ[name] for name in keep if name in os.environ},
             **ENVIRONMENT,
             "PYTHONPATH": ":".join(map(str, (HERE / "shim", HERE.parent / "shim", ROOT, sources.checkout))),
+            "TRAINER_SHIM": "nemo_rl",
             "NEMO_RL_SEEN": str(folder),
             "NEMO_RL_ENGINE_BIAS": "0.5",
             "RAY_TMPDIR": str(ray),
@@ -85,8 +86,7 @@ class Job(whole.Job):
 def make_host() -> Host:
     """NEMO_RL_SRC: a checkout."""
     nemo_rl, python = needed("NEMO_RL_SRC", "MISMATCH_HOST_PYTHON")
-    inputs, packages = RUNS / "nemo_rl/inputs", ("torch", "transformers", "ray", "numpy")
+    inputs = RUNS / "nemo_rl/inputs"
     words = [str(python), str(HERE / "inputs.py"), str(inputs), str(nemo_rl)]
     made_once(inputs, [nemo_rl], lambda: subprocess.run(words, check=True))
-    command, commits = "make test-nemo-rl NEMO_RL_SRC=…", {"NeMo-RL": commit_of(nemo_rl)}
-    return Host("nemo_rl", command, Sources(python, nemo_rl, inputs), commits, packages)
+    return Host("nemo_rl", Sources(python, nemo_rl, inputs))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +31,8 @@ UNTRACKED = frozenset(f"rollout_corr/{name}" for name in (*_ITS_OWN, *_NO_ADVANT
 """Metrics that slime's tracker need not have: slime logs the first by its own names, and its TIS function, where
 algorithms 0 and 2 are measured, gets no advantages."""
 OLD = "the largest log π_θ − log π_old"
+"""Of a token: rounding at a rollout's first step."""
 Sample = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Expected:
-    """A step's loss as slime logs it, norm of the gradient before clipping, and the plugin's metrics. old: the largest
-    |log π_θ − log π_old| of a token, which is rounding at a rollout's first step."""
-
-    loss: float
-    grad_norm: float
-    metrics: Mapping[str, float]
-    old: float
 
 
 def pack(samples: Sequence[Sample], config: mp.MismatchConfig) -> mp.PackedSequences:
@@ -67,10 +56,6 @@ class Reference:
     """Agreement of the gradient's norm, relative."""
     small = 0.05
     """Metrics below it agree to 5e-4 of it, others to 5e-4 of themselves."""
-    untracked: frozenset[str] | None = UNTRACKED
-    """Metrics that the trainer's tracker may lack; None: any."""
-    least = 34
-    """Values of a step that are compared, at least."""
 
     def __init__(self, checkpoint: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -87,8 +72,9 @@ class Reference:
     def logits(self, tokens: Tensor) -> Tensor:
         return self.model(tokens[None]).logits[0]
 
-    def step(self, samples: Sequence[Sample], config: mp.MismatchConfig) -> Expected:
-        """One optimizer step: its loss and gradient at θ, then θ moves as slime's does (gradient clipped to norm 1)."""
+    def step(self, samples: Sequence[Sample], config: mp.MismatchConfig) -> dict[str, float]:
+        """Loss as slime logs it, norm of the gradient before clipping, OLD, and the plugin's metrics, all at θ; then θ
+        moves as slime's does (gradient clipped to norm 1)."""
         self.optimizer.zero_grad()
         theta = [self.log_probs(s) for s in samples]
         pairs = [(own.detach(), s["log_probs"]) for own, s in zip(theta, samples, strict=True) if "log_probs" in s]
@@ -105,72 +91,48 @@ class Reference:
                 parameter.grad /= factor
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        return Expected(logged.item(), norm.item(), result.statistics.metrics(), old)
+        return {OLD: old, "loss": logged.item(), "grad_norm": norm.item(), **result.statistics.metrics()}
 
 
-@dataclass
-class Agreement:
-    """Of each step of a run, by name, what slime logged and the reference's value; metrics that the tracker lacks."""
-
-    reference: Reference
-    steps: list[dict[str, tuple[float, float]]] = field(default_factory=list)
-    missing: frozenset[str] = frozenset()
-
-    @property
-    def loss(self) -> float:
-        """The largest difference."""
-        return largest(self.difference("loss", *step["loss"]) for step in self.steps)
-
-    @property
-    def grad_norm(self) -> float:
-        """The largest difference, relative."""
-        return largest(self.difference("grad_norm", *step["grad_norm"]) for step in self.steps)
-
-    def check(self, loss: float = TOLERANCE, tracker: bool = True) -> None:
-        """Name the first value that differs: the weights, and all that comes after it, follow.
-
-        tracker: whether metrics of ours are there, which need the hooks of a step.
-        """
-        for number, step in enumerate(self.steps):
-            first = loss if number else min(loss, TOLERANCE)
-            bounds = {OLD: 1e-4, "loss": first, "grad_norm": self.reference.grad_norm}
-            for name, (theirs, mine) in step.items():
-                said = f"step {number}: {name} is {theirs:.6g} in the trainer and {mine:.6g} in the reference"
-                assert self.difference(name, theirs, mine) < bounds.get(name, 5e-4), said
-            assert len(step) >= self.reference.least if tracker else len(step) == 3, step.keys()
-        if tracker and self.reference.untracked is not None:
-            assert self.missing <= self.reference.untracked, self.missing - self.reference.untracked
-
-    def difference(self, name: str, theirs: float, mine: float) -> float:
-        """Absolute of a loss or log-prob, relative of a norm and of a metric. NaN equals NaN."""
-        if theirs == mine or (math.isnan(theirs) and math.isnan(mine)):
-            return 0.0
-        if name == "grad_norm":
-            return abs(theirs / mine - 1)
-        return abs(theirs - mine) / (1.0 if name in ("loss", OLD) else max(self.reference.small, abs(mine)))
+def difference(name: str, theirs: float, mine: float, small: float) -> float:
+    """Absolute of a loss or log-prob, relative of a norm and of a metric. NaN equals NaN."""
+    if theirs == mine or (math.isnan(theirs) and math.isnan(mine)):
+        return 0.0
+    if name == "grad_norm":
+        return abs(theirs / mine - 1)
+    return abs(theirs - mine) / (1.0 if name in ("loss", OLD) else max(small, abs(mine)))
 
 
-def agreement(
-    run: Trained, config: mp.MismatchConfig, reference: Reference, steps: Iterable[Sequence[Sample]] | None = None
-) -> Agreement:
-    """Compare every step that a run from dumps logged, and the plugin's metrics in its tracker. It starts at step 0.
+def check(
+    run: Trained,
+    config: mp.MismatchConfig,
+    reference: Reference,
+    bound: float = TOLERANCE,
+    steps: Iterable[Sequence[Sample]] | None = None,
+) -> tuple[float, float]:
+    """(the largest difference of a step's loss, of its gradient's norm), each step of a run from dumps held to bounds.
 
-    steps: the samples of each, default those that the run dumped.
+    The first value that differs is named: the weights, and all that comes after it, follow. bound: of the loss at later
+    steps. steps: the samples of each, default those that the run dumped.
     """
-    rollouts, found = range(run.job.rollouts), Agreement(reference)
-    steps = [step for rollout in rollouts for step in run.steps_of(rollout)] if steps is None else [*steps]
     assert run.finished.status == 0, run.text[-4000:]
+    rollouts = range(run.job.rollouts)
+    steps = [step for rollout in rollouts for step in run.steps_of(rollout)] if steps is None else [*steps]
     assert sorted(run.steps) == [*range(len(steps))]
+    losses, norms = [0.0], [0.0]
     for number, samples in enumerate(steps):
-        mine = reference.step(samples, config)
-        tracked = {
-            name: run.tracked[f"train/{name}"][number] for name in mine.metrics if f"train/{name}" in run.tracked
-        }
-        found.missing |= mine.metrics.keys() - tracked.keys()
-        wanted = {"loss": mine.loss, "grad_norm": mine.grad_norm, **mine.metrics}
-        theirs = {name: run.steps[number][name] for name in ("loss", "grad_norm")} | tracked
-        first = number % (len(steps) // len(rollouts)) == 0
-        found.steps.append(
-            {OLD: (mine.old if first else 0.0, 0.0), **{name: (theirs[name], wanted[name]) for name in theirs}}
-        )
-    return found
+        wanted, logged = reference.step(samples, config), {OLD: 0.0, **run.steps[number]}
+        if number % (len(steps) // len(rollouts)):
+            del wanted[OLD]  # θ has moved
+        tracked = {name: run.tracked[f"train/{name}"][number] for name in wanted if f"train/{name}" in run.tracked}
+        bounds = {OLD: 1e-4, "loss": bound if number else TOLERANCE, "grad_norm": reference.grad_norm}
+        for name, mine in wanted.items():
+            theirs = logged[name] if name in bounds else tracked.get(name, mine)
+            apart = difference(name, theirs, mine, reference.small)
+            said = f"step {number}: {name} is {theirs:.6g} in the trainer and {mine:.6g} in the reference"
+            assert apart < bounds.get(name, 5e-4), said
+            losses.append(apart if name == "loss" else 0.0)
+            norms.append(apart if name == "grad_norm" else 0.0)
+        missing = wanted.keys() - tracked.keys() - bounds.keys()
+        assert missing <= UNTRACKED, missing
+    return largest(losses), largest(norms)

@@ -15,7 +15,7 @@ from mismatch_plugin.diagnose.detectors.run import check_batch
 from tests.trainers.run import OUT_OF_TIME
 from tests.trainers.slime.loop import dumps, inspect, reverse
 from tests.trainers.slime.trainer import SERVER, Job
-from tests.trainers.whole import Runs, Shown, Sources
+from tests.trainers.whole import Runs, Sources
 
 HOW: dict[str, Any] = {"transport": "nccl", "dtype": "bfloat16", "config": {"bf16": True}, "cache": True}
 
@@ -50,9 +50,8 @@ JOBS = {name: row.job for name, row in FAULTS.items()}
 METRICS = "train/rollout_corr/weight_update_"
 
 
-@pytest.mark.shows("fault_named")
 @pytest.mark.parametrize("name", [name for name in FAULTS if name != SOUND])
-def test_it_is_named_at_the_first_reply(name: str, trained: Runs, sources: Sources, shows: Shown) -> None:
+def test_it_is_named_at_the_first_reply(name: str, trained: Runs, sources: Sources) -> None:
     run, (_, at, fault) = trained(name), FAULTS[name]
     # A server that started again is not in slime's process group, and its next update ends the run.
     assert run.finished.status != OUT_OF_TIME and (run.finished.status == 0) is (name != "restarted"), run.text[-3000:]
@@ -79,8 +78,7 @@ def test_a_thousand_sound_replies_give_no_finding(trained: Runs, sources: Source
         assert not [item for item in found["findings"] if item["severity"] == "fault"]
 
 
-@pytest.mark.shows("metrics_arrive")
-def test_what_an_update_delivers_is_a_metric(trained: Runs, shows: Shown) -> None:
+def test_what_an_update_delivers_is_a_metric(trained: Runs) -> None:
     """Steps of 1e-3 arrive in bfloat16, those of 5e-7 are rounded away."""
     for name, arrives in ((SOUND, True), ("rounded away", False)):
         run = trained(name)
@@ -88,4 +86,3 @@ def test_what_an_update_delivers_is_a_metric(trained: Runs, shows: Shown) -> Non
         print(name, of)
         assert all((share > 0.5) is arrives for share in of["changed"])
         assert all((cosine > 0.9) is arrives for cosine in of["cosine"])
-    shows("metrics_arrive", "share, cosine and norm of what an update delivers in bfloat16")

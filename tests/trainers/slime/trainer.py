@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 import yaml
 
@@ -24,14 +24,12 @@ from tests.trainers.whole import (
     RUNS,
     Host,
     Sources,
-    commit_of,
     made_once,
     needed,
     ray_resources,
 )  # fmt: skip
 
 HERE = Path(__file__).parent
-PACKAGES = ("torch", "transformers", "ray", "sglang", "sglang-router", "numpy")
 # What slime's scripts/models/*.sh say of a model, here of the tiny Qwen3 that inputs/make.py makes.
 MODEL = """
     --swiglu --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention
@@ -133,6 +131,7 @@ class Job(whole.Job):
             **ENVIRONMENT,
             "PATH": f"{sources.python.parent}:{os.environ['PATH']}",
             "PYTHONPATH": ":".join(map(str, (*paths, ROOT, CPU_SHIM))),
+            "TRAINER_SHIM": self.NAME,
             "SLIME_ACCELERATOR": "cpu",
             "SLIME_HOST_IP": "127.0.0.1",
             # Byte code is kept, and not in the checkouts.
@@ -184,29 +183,14 @@ class Job(whole.Job):
         return ["--rollout-num-gpus", "1", "--sglang-dtype", self.dtype, *server]
 
 
-def patched_megatron(checkout: Path, slime: Path, copy: Path) -> Path:
-    """Megatron-LM with slime's patch: the checkout where it has it already, else a copy that gets it."""
-    apply = ["git", "apply", str(slime / "docker/patch/latest/megatron.patch")]
-
-    def alone(folder: Path) -> dict[str, str]:  # git apply passes over the files of a folder inside another repository
-        return {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
-
-    def make() -> None:
-        shutil.copytree(checkout / "megatron", copy / "megatron", symlinks=True)
-        done = subprocess.run(
-            [*apply, "--include=megatron/*"], cwd=copy, env=alone(copy), stderr=-1, text=True, check=False
-        )
-        if done.returncode:
-            raise RuntimeError(
-                f"slime's docker/patch/latest/megatron.patch does not apply to {checkout}: MEGATRON_SRC is "
-                f"NVIDIA/Megatron-LM at the commit that slime's docker/Dockerfile names.\n{done.stderr}"
-            )
-
-    reverse = [*apply, "--reverse", "--check"]
-    if subprocess.run(reverse, cwd=checkout, env=alone(checkout), capture_output=True, check=False).returncode == 0:
-        return checkout
-    made_once(copy, [checkout, slime], make)
-    return copy
+def check_patched(megatron: Path, slime: Path) -> None:
+    """End the session in one line where Megatron-LM lacks slime's patch."""
+    patch = slime / "docker/patch/latest/megatron.patch"
+    # git apply passes over the files of a folder inside another repository
+    env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(megatron.parent)}
+    reverse = ["git", "apply", "--reverse", "--check", str(patch)]
+    if subprocess.run(reverse, cwd=megatron, env=env, capture_output=True, check=False).returncode:
+        pytest.exit(f"not run: {megatron} lacks slime's patch; git -C {megatron} apply {patch}", returncode=4)
 
 
 def run_script(sources: Sources, job: Job, words: Sequence[str]) -> None:
@@ -224,8 +208,7 @@ def make_inputs(sources: Sources) -> None:
 def make_host() -> Host:
     """SLIME_SRC, MEGATRON_SRC: checkouts."""
     slime, megatron, python = needed("SLIME_SRC", "MEGATRON_SRC", "MISMATCH_HOST_PYTHON")
-    patched = patched_megatron(megatron, slime, RUNS / "slime/megatron")
-    found = Sources(python, slime, RUNS / "slime/inputs", patched)
+    check_patched(megatron, slime)
+    found = Sources(python, slime, RUNS / "slime/inputs", megatron)
     made_once(found.inputs, [slime], lambda: make_inputs(found))
-    commits = {"slime": commit_of(slime), "Megatron-LM": commit_of(megatron)}
-    return Host("slime", "make test-slime SLIME_SRC=… MEGATRON_SRC=…", found, commits, PACKAGES)
+    return Host("slime", found)

@@ -10,7 +10,7 @@ import torch
 import mismatch_plugin as mp
 from tests.trainers.reference import TOLERANCE, config_of
 from tests.trainers.verl.trainer import MINI_BATCH, OPTIMIZER_STEPS, SAMPLES, Job, Trained
-from tests.trainers.whole import SETTINGS, Runs, Shown, largest
+from tests.trainers.whole import SETTINGS, Record, Runs, largest
 
 STEPS = 8
 OWN = {"ppo": {"eps_clip_low": 0.2, "eps_clip_high": 0.2, "dual_clip": 3.0}, "denominator": "original"}  # verl's
@@ -67,9 +67,8 @@ def worst_loss(run: Trained, config: mp.MismatchConfig) -> float:
     return largest(apart)
 
 
-@pytest.mark.shows("starts", "exit_status", "loss_equals_reference", "gradients_change")
 @pytest.mark.parametrize("name", FLAGS)
-def test_loss_and_gradient_are_those_of_the_reference(name: str, trained: Runs, shows: Shown) -> None:
+def test_loss_and_gradient_are_those_of_the_reference(name: str, trained: Runs, record_property: Record) -> None:
     """And of nothing else: but for algorithm 0, the same batches without a correction have another loss."""
     run, config, plain = trained(name), settings(name), settings("algorithm_0")
     loss = worst_loss(run, config)
@@ -80,19 +79,13 @@ def test_loss_and_gradient_are_those_of_the_reference(name: str, trained: Runs, 
     assert largest(gradients) < TOLERANCE
     if name not in ("algorithm_0", "algorithm_1"):
         assert max(abs(step.reference(config)[0] - step.reference(plain)[0]) for step in run.steps) > 10 * TOLERANCE
-    shows("gradients_change", "∂ loss/∂ log π, of its largest", largest(gradients))
-    if name in MORE:
-        shows("loss_equals_reference", "rejection, mask mode, geometric level, preset, file", loss)
-        return
+    record_property("gradients_change", largest(gradients))
+    record_property("loss_equals_reference", loss)
     # once by the launcher, once by verl's own process when it checks its configuration
-    assert len(run.said(rf"algorithm {name[-1]}: ")) == 2
-    shows("loss_equals_reference", "algorithms 0 to 3", loss)
-    shows("starts", f"main_ppo with FSDP2 (not Megatron) and a live SGLang server, {STEPS} steps each")
-    shows("exit_status", "0 at the end of training")
+    assert name in MORE or len(run.said(rf"algorithm {name[-1]}: ")) == 2
 
 
-@pytest.mark.shows("flags_arrive")
-def test_flags_arrive_in_the_driver_and_in_the_workers(trained: Runs, shows: Shown) -> None:
+def test_flags_arrive_in_the_driver_and_in_the_workers(trained: Runs) -> None:
     steps = trained("algorithm_2").steps
     weights = torch.cat([row for step in steps for row in step.rows("rollout_is_weights")])
     inside = weights[weights > 0]
@@ -102,12 +95,10 @@ def test_flags_arrive_in_the_driver_and_in_the_workers(trained: Runs, shows: Sho
     rejected = sum(int((before - after).sum()) for before, after in pairs)
     outside = sum(int(((step.log_ratio.exp() - 1).abs() > 0.05).sum()) for step in steps)
     assert rejected == pytest.approx(outside, abs=outside * 0.05) and outside > 20
-    shows("flags_arrive", "bounds of weights and rejection, in driver and worker (algorithm 2)")
 
 
-@pytest.mark.shows("metrics_arrive")
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_metrics_arrive_and_the_task_is_learned(name: str, trained: Runs, shows: Shown) -> None:
+def test_metrics_arrive_and_the_task_is_learned(name: str, trained: Runs) -> None:
     run = trained(name)
     assert [line["step"] for line in run.reported] == [n + 1 for n in range(STEPS)]
     ours = [metric for metric in run.logged[0] if "rollout_corr/" in metric]
@@ -119,42 +110,35 @@ def test_metrics_arrive_and_the_task_is_learned(name: str, trained: Runs, shows:
             assert told == pytest.approx(logged[metric], rel=1e-6, nan_ok=True), metric
     scores = [logged["critic/score/mean"] for logged in run.logged]
     assert sum(scores[-2:]) / 2 > sum(scores[:2]) / 2 + 0.03, scores
-    shows("metrics_arrive", "verl's file logger and our report folder, equal")
 
 
-@pytest.mark.shows("weight_versions_arrive")
-def test_every_update_of_the_weights_arrives_in_the_server(trained: Runs, shows: Shown) -> None:
+def test_every_update_of_the_weights_arrives_in_the_server(trained: Runs, record_property: Record) -> None:
     """The server starts with random weights (verl's load_format dummy), and π_θ moves at learning rate 5e-3."""
     run = trained("algorithm_0")
     worst = max(float(step.log_ratio.abs().max()) for step in run.steps)
     entropy = [logged["actor/entropy"] for logged in run.logged]
     assert worst < 5e-5 and abs(entropy[-1] - entropy[0]) > 0.05  # the policy has moved, and the server with it
     assert [logged["training/off_policy/trajectory_staleness/max"] for logged in run.logged] == [0] * STEPS
-    shows("weight_versions_arrive", "by files in place of CUDA IPC, each step; |log-ratio|", worst)
+    record_property("weight_versions_arrive", worst)
 
 
-@pytest.mark.shows("loss_equals_reference")
-def test_two_ranks(trained: Runs, shows: Shown) -> None:
+def test_two_ranks(trained: Runs, record_property: Record) -> None:
     run = trained("two_ranks")
     loss = worst_loss(run, settings("algorithm_2"))
     assert {file.name[:5] for file in (run.folder / "dump").iterdir()} == {"rank0", "rank1"}
     assert all(len(step.rows("responses")) == MINI_BATCH * SAMPLES for step in run.steps)
-    shows("loss_equals_reference", "2 ranks", loss)
+    record_property("loss_equals_reference", loss)
 
 
-@pytest.mark.shows("fault_named")
 @pytest.mark.parametrize("name", LOSES)
-def test_a_missing_log_prob_is_named(name: str, trained: Runs, shows: Shown) -> None:
+def test_a_missing_log_prob_is_named(name: str, trained: Runs) -> None:
     run = trained(f"missing_{name}")
     assert run.finished.status != 0
     (said,) = {*re.findall(r"InvalidLogProbError: (.*)", run.text)}
     assert "nan" in said.lower() and "position 1" in said, said
-    shows("fault_named", "a NaN log-prob")
 
 
-@pytest.mark.shows("fault_named")
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_flag_is_named_before_anything_starts(name: str, trained: Runs, shows: Shown) -> None:
+def test_a_wrong_flag_is_named_before_anything_starts(name: str, trained: Runs) -> None:
     run = trained(name)
     assert run.finished.status == 2 and WRONG[name][1] in run.text and "ray" not in run.text.lower()
-    shows("fault_named", "a misspelt flag or value, no log-probs")

@@ -7,7 +7,6 @@ import os
 import sys
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from tests.trainers.reference import loss_and_gradient
 from tests.trainers.whole import ENVIRONMENT, ROOT, RUNS, Host, Sources, lines_of, made_once
 
 HERE = Path(__file__).parent
-PACKAGES = ("verl", "torch", "transformers", "sglang", "ray", "TransferQueue", "tensordict", "numpy")
 PROMPTS, SAMPLES, MINI_BATCH = 8, 4, 4  # prompts a step, responses a prompt, prompts an optimizer step
 OPTIMIZER_STEPS = PROMPTS // MINI_BATCH  # of one step of the trainer
 SERVER = (
@@ -109,7 +107,6 @@ class Job(whole.Job):
             "PYTHONPATH": f"{HERE / 'shim'}:{HERE}:{ROOT}",
             "VERL_PLATFORM": "cpu",
             "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
-            "VERL_CPU_SAY": "1",
             "VERL_CPU_DUMP": str(folder / "dump"),
             "VERL_CPU_WEIGHTS": str(folder / "weights"),
             "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
@@ -172,5 +169,4 @@ def make_host() -> Host:
     """The tests run in the environment that has verl."""
     inputs = RUNS / "verl/inputs"
     made_once(inputs, [], lambda: make_inputs(inputs))
-    sources, commits = Sources(Path(sys.executable), inputs, inputs), {"verl": f"{version('verl')} from PyPI"}
-    return Host("verl", "make test-verl-whole", sources, commits, PACKAGES, at_once=1)
+    return Host("verl", Sources(Path(sys.executable), inputs, inputs), at_once=1)

@@ -1,7 +1,6 @@
 """Faults as users make them, through slime's own function paths: what a server is told, and which weights it reads."""
 # pyright: basic, reportMissingParameterType=false, reportMissingImports=false
 
-import contextlib
 import json
 import os
 import pathlib
@@ -13,7 +12,6 @@ import urllib.request
 
 HOTTER = 0.7
 ARRIVES = 4  # from this version on, one layer of new weights reaches the server; before, nothing does
-DIES = "3"  # the version of weights under which the server is killed
 AT = 128 * int(os.environ.get("SLIME_FAULT_AT", "1"))  # the first reply of the rollout before which something happens
 
 
@@ -22,22 +20,6 @@ async def other_temperature(args, sample, sampling_params):
     from slime.rollout.sglang_rollout import generate
 
     return await generate(args, sample, {**sampling_params, "temperature": HOTTER})
-
-
-async def killed_server(args, sample, sampling_params):
-    """For the same: after a few updates the server's process is killed, as the kernel does where memory ends."""
-    import psutil  # pyright: ignore[reportMissingModuleSource]
-    from slime.rollout.sglang_rollout import generate
-
-    sample = await generate(args, sample, sampling_params)
-    if sample.weight_versions and sample.weight_versions[-1] == DIES:
-        for process in psutil.process_iter(["name"]):
-            if "sglang::sched" in process.info["name"]:
-                with contextlib.suppress(psutil.NoSuchProcess):  # another sample has killed it
-                    if process.environ().get("RUN_FOLDER") == os.environ["RUN_FOLDER"]:
-                        print("the server is killed", flush=True)
-                        process.kill()
-    return sample
 
 
 def stale_files(args, folder, engines):
