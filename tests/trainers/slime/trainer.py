@@ -201,8 +201,7 @@ def run_script(sources: Sources, job: Job, words: Sequence[str]) -> None:
 
 def make_inputs(sources: Sources) -> None:
     """Checkpoint, tokenizer, prompts and dumps."""
-    for script in ("make.py", "warm.py"):
-        run_script(sources, Job(), [str(HERE / "inputs" / script), str(sources.inputs)])
+    run_script(sources, Job(), [str(HERE / "inputs/make.py"), str(sources.inputs)])
 
 
 def make_host() -> Host:

@@ -12,7 +12,7 @@ import urllib.request
 
 HOTTER = 0.7
 ARRIVES = 4  # from this version on, one layer of new weights reaches the server; before, nothing does
-AT = 128 * int(os.environ.get("SLIME_FAULT_AT", "1"))  # the first reply of the rollout before which something happens
+SECOND = 128  # the first reply of the second rollout, before which something happens
 
 
 async def other_temperature(args, sample, sampling_params):
@@ -82,7 +82,7 @@ async def other_writer(args, sample, sampling_params):
 def _now(what, sample):
     """Once, before the first request of the rollout that is meant: no other task has sent one, since nothing awaits."""
     mark = pathlib.Path(os.environ["RUN_FOLDER"], what)
-    if sample.index < AT or mark.exists():
+    if sample.index < SECOND or mark.exists():
         return False
     mark.touch()
     return True
