@@ -69,9 +69,7 @@ async def other_writer(args, sample, sampling_params):
 
     if _now("other writer", sample):
         url = _server(args)
-        with urllib.request.urlopen(f"{url}/get_weight_version") as reply:
-            version = json.load(reply)["weight_version"]
-        body = json.dumps({"model_path": args.hf_checkpoint, "weight_version": version, "flush_cache": True})
+        body = json.dumps({"model_path": args.hf_checkpoint, "weight_version": "2", "flush_cache": True})
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{url}/update_weights_from_disk", body.encode(), headers)
         with urllib.request.urlopen(request) as reply:
