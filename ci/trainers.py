@@ -1,6 +1,7 @@
 """The tables of docs/trainers.md, from what `make test-slime` and the like measured: ci/measured/HOST.json.
 
-Such a file is a copy of `runs/trainers/HOST.json`, which a session of all of a host's tests writes.
+A number is the largest that a session of all of a host's tests recorded (`record_property`, `--junit-xml`); what a test
+shows is written here by hand, and is there only where every test of it passed.
 """
 
 from __future__ import annotations
