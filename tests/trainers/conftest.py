@@ -63,8 +63,7 @@ def start(host: Host, pytestconfig: pytest.Config) -> Iterator[Start]:
     def train(job: Job, name: str) -> Trained:
         say(f"{RUNS / host.name / name}/log")
         run = host.train(job, name)
-        ended = run.finished
-        say(f"{name}: {ended.status} after {ended.seconds / 60:.1f} min, {ended.peak_gib:.1f} GiB")
+        say(f"{name}: {run.finished.status} after {run.finished.seconds / 60:.1f} min")
         return run
 
     with ThreadPoolExecutor(host.at_once) as pool:

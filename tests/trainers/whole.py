@@ -183,7 +183,7 @@ class Host:
         with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as ray:
             env = {**job.environment(self.sources, folder, Path(ray)), **job.env}
             finished = run(command, folder / "log", limit=job.limit, env=env, cwd=job.cwd(self.sources, folder))
-        record = {"status": finished.status, "seconds": finished.seconds, "peak_gib": finished.peak_gib}
+        record = {"status": finished.status, "seconds": finished.seconds}
         ended.write_text(json.dumps({"job": repr(job), **record}))
         return job.RESULT(job, folder, finished)
 

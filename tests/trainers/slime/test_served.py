@@ -75,6 +75,10 @@ def test_a_thousand_sound_replies_give_no_finding(trained: Runs, sources: Source
     for rollout in range(8):
         status, found = inspect(sources, *sides(run, rollout))
         assert (status, found["verdict"]) == (0, "normal"), (rollout, found["findings"])
+    status, found = inspect(sources, run.folder / "report")
+    assert (status, found["verdict"]) == (0, "normal"), found
+    status, found = inspect(sources, sides(run, 1)[0])
+    assert (status, found["verdict"]) == (3, "undecided"), found  # one side alone: no fault, and nothing to compare
 
 
 def test_what_an_update_delivers_is_a_metric(trained: Runs) -> None:
