@@ -94,10 +94,7 @@ FAULTS = {
         Job(["--use-tis"], dump=Path("invalid"), rollouts=1),
         "rollout log-prob of sequence .* is missing or NaN",
     ),
-    "no log-probs": (
-        Job(["--use-tis"], dump=Path("missing"), rollouts=1),
-        "rollout_log_probs is missing: algorithm 2",
-    ),
+    "no log-probs": (Job(["--use-tis"], dump=Path("missing"), rollouts=1), "rollout_log_probs is missing: algorithm 2"),
 }
 JOBS = {
     **{name: case.job() for name, case in CASES.items()},

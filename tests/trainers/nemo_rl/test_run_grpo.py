@@ -33,10 +33,7 @@ WRONG = {
         Job([*REINFORCE.split(), "loss_fn.use_cispo=true"]),
         "algorithm 3 is REINFORCE, which has no such ratio",
     ),
-    "twice": (
-        Job(["--use-tis", "+loss_fn.mismatch={use_tis: true}"]),
-        "give the settings in one of the two ways",
-    ),
+    "twice": (Job(["--use-tis", "+loss_fn.mismatch={use_tis: true}"]), "give the settings in one of the two ways"),
 }
 JOBS = {
     **{name: Job([YAML] if name == "in the YAML" else flags.split()) for name, flags in CASES.items()},

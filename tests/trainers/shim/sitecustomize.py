@@ -41,10 +41,7 @@ HOOKS: dict[str, dict[str, str]] = {
         "megatron.rl.agent.registry": "own_environment",
         "megatron.rl.inference.megatron": "own_engine",
     },
-    "nemo_rl": {
-        "nemo_rl.algorithms.grpo": "own_policy_and_engine",
-        "nemo_rl.distributed.model_utils": "tensors_stay",
-    },
+    "nemo_rl": {"nemo_rl.algorithms.grpo": "own_policy_and_engine", "nemo_rl.distributed.model_utils": "tensors_stay"},
 }
 """Module → the function of HOST_on_cpu.py that gets it after its import."""
 EMPTY: dict[str, dict[str, tuple[str, ...]]] = {

@@ -40,9 +40,7 @@ JOBS = {
     **{f"algorithm {i}": reverse(flags, rollouts=ROLLOUTS, **HOW[i]) for i, flags in ALGORITHMS.items()},
     **{
         f"async {i}": reverse(
-            f"{ALGORITHMS[i]} --update-weights-interval {INTERVAL} --lr 1.5e-3",
-            script="train_async.py",
-            rollouts=STALE,
+            f"{ALGORITHMS[i]} --update-weights-interval {INTERVAL} --lr 1.5e-3", script="train_async.py", rollouts=STALE
         )
         for i in (0, 1, 2)
     },
