@@ -39,6 +39,7 @@ class MilesReference(Reference):
     always_defers = True
     grad_norm = 3e-4
     small = 0.4
+    untracked = None
 
     def logits(self, tokens: Tensor) -> Tensor:
         logits = super().logits(tokens)
