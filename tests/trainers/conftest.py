@@ -1,29 +1,33 @@
-"""What the tests of all whole trainers share: `shows`, and that they are started with what they need."""
+"""What the tests of all whole trainers share. `make test` leaves them out; make test-HOST runs one folder.
+
+MISMATCH_HOST_PYTHON: the environment. TRAINERS_AT_ONCE: runs at once (2); one of a single rank keeps about one core
+busy. TRAINERS_REUSE=1: take a run that is there already, of the same job, for work on the tests.
+
+A host's trainer.py has `make_host`. A module's `JOBS` are all started before the first test, two at a time; a test asks
+for one by name: `trained("name")`. Where only some tests were chosen (-k, a file, ::), it starts when one asks for it.
+"""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import import_module
 from typing import Any
 
 import pytest
 
-from tests.trainers.columns import Shown, write_shown
 from tests.trainers.run import end_runs
-from tests.trainers.trained import RUNS
+from tests.trainers.whole import RUNS, Host, Job, Runs, Sources, Start, Trained
 
-Record = Callable[[Mapping[str, Any], Sequence[Sequence[str]]], None]
-_SHOWN = pytest.StashKey[Shown]()
-WHOLE = pytest.StashKey[bool]()
+_WHOLE = pytest.StashKey[bool]()
 """Whether all tests of a trainer were asked for."""
-_RECORD = pytest.StashKey[tuple[Mapping[str, Any], Sequence[Sequence[str]]]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "shows(*columns): columns of the table that are not shown where the test fails")
-    config.stash[_SHOWN] = Shown()
+    config.stash[_WHOLE] = not any("::" in word or word.endswith(".py") for word in config.args)
     signal.signal(signal.SIGTERM, _terminated)
-    config.stash[WHOLE] = not any("::" in word or word.endswith(".py") for word in config.args)
 
 
 def _terminated(*_: object) -> None:
@@ -33,43 +37,61 @@ def _terminated(*_: object) -> None:
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     if items:
-        items[0].config.stash[WHOLE] = False
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-    report = yield
-    if not report.passed:
-        for marker in item.iter_markers("shows"):
-            item.config.stash[_SHOWN].failed.update(marker.args)
-    return report
+        items[0].config.stash[_WHOLE] = False
 
 
 @pytest.fixture(scope="session")
-def shows(pytestconfig: pytest.Config) -> Shown:
-    return pytestconfig.stash[_SHOWN]
+def host(request: pytest.FixtureRequest) -> Host:
+    """The trainer in whose folder the tests are, with its inputs made."""
+    (folder,) = {item.path.parent.name for item in request.session.items}
+    return import_module(f"tests.trainers.{folder}.trainer").make_host()
 
 
 @pytest.fixture(scope="session")
-def record(pytestconfig: pytest.Config) -> Record:
-    """Hand over what is known of the session next to what was shown: written when all tests of a host have run."""
-
-    def keep(facts: Mapping[str, Any], shimmed: Sequence[Sequence[str]]) -> None:
-        pytestconfig.stash[_RECORD] = (facts, shimmed)
-
-    return keep
+def sources(host: Host) -> Sources:
+    return host.sources
 
 
 @pytest.fixture(scope="session")
-def say(pytestconfig: pytest.Config) -> Callable[[str], None]:
-    """Print a line now, with --capture=no: a run takes minutes."""
+def start(host: Host, pytestconfig: pytest.Config) -> Iterator[Start]:
+    """Start a job, `name` a path below runs/trainers/HOST. The lines that say so need --capture=no."""
     reporter: Any = pytestconfig.pluginmanager.getplugin("terminalreporter")
-    return lambda line: reporter.write_line(f"\n{line}")
+
+    def say(line: str) -> None:
+        reporter.write_line(f"\n{time.strftime('%H:%M:%S')} {line}")
+
+    def train(job: Job, name: str) -> Trained:
+        say(f"{RUNS / host.name / name}/log")
+        run = host.train(job, name)
+        say(f"{name}: {run.finished.status} after {run.finished.seconds / 60:.1f} min")
+        return run
+
+    with ThreadPoolExecutor(host.at_once) as pool:
+        yield lambda name, job: pool.submit(train, job, name)
+        pool.shutdown(cancel_futures=True)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    config = session.config
-    ended, record = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), config.stash.get(_RECORD, None)
-    if ended and config.stash[WHOLE] and record is not None:
-        write_shown(RUNS / f"{record[0]['host']}.json", config.stash[_SHOWN], *record)
+@pytest.fixture(scope="session")
+def _started(request: pytest.FixtureRequest, start: Start) -> Callable[[str], Future[Trained]]:
+    modules = dict.fromkeys(getattr(item, "module", None) for item in request.session.items)
+    jobs = {f"{_short(module)}/{name}": job for module in modules for name, job in getattr(module, "JOBS", {}).items()}
+    started = dict[str, "Future[Trained]"]()
+
+    def one(name: str) -> Future[Trained]:
+        if name not in started:
+            started[name] = start(name, jobs[name])
+        return started[name]
+
+    for name in jobs if request.config.stash[_WHOLE] else ():
+        one(name)
+    return one
+
+
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest, _started: Callable[[str], Future[Trained]]) -> Runs:
+    """The end of the module's job of that name."""
+    return lambda name: _started(f"{_short(request.module)}/{name}").result()
+
+
+def _short(module: Any) -> str:
+    return module.__name__.rpartition(".")[2].removeprefix("test_")

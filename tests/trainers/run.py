@@ -1,7 +1,7 @@
 """Starts a trainer under a time limit and leaves none of its processes behind: `run`.
 
-A process of its own supervises it, which adopts what the trainer's processes orphan (Ray starts daemons). So it can add
-up the memory of all of them, and end them all, also when the one that asked is itself ended.
+A process of its own supervises it, which adopts what the trainer's processes orphan (Ray starts daemons). So it can end
+them all, also when the one that asked is itself ended.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ _ADOPT, _END_WITH_PARENT = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG
 
 @dataclass(frozen=True)
 class Finished:
-    """status: the exit status (negative: the signal; `OUT_OF_TIME`). peak_gib: of all its processes together."""
+    """status: the exit status (negative: the signal; `OUT_OF_TIME`)."""
 
     status: int
     seconds: float
-    peak_gib: float
     log: Path
 
     @property
@@ -66,28 +65,12 @@ def end_runs() -> None:
 
 def descendants(root: int) -> list[int]:
     """All processes below one, as /proc has them now."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # it has just ended
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                children.setdefault(parent, []).append(int(entry.name))
-    found, left = [], [root]
-    while left:
-        below = children.get(left.pop(), [])
-        found += below
-        left += below
+    found = list[int]()
+    for children in Path(f"/proc/{root}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it has just ended
+            for child in map(int, children.read_text().split()):
+                found += [child, *descendants(child)]
     return found
-
-
-def _memory(processes: Sequence[int]) -> int:
-    """Bytes; what processes share is counted once (PSS)."""
-    total = 0
-    for process in processes:
-        with contextlib.suppress(OSError):
-            lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-            total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
-    return total
 
 
 def _end_all() -> None:
@@ -97,11 +80,9 @@ def _end_all() -> None:
         for process in below:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        try:
+        with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        except ChildProcessError:
-            return
         time.sleep(0.05)
 
 
@@ -113,20 +94,18 @@ def _supervise(parent: int, log: str, limit: float, command: Sequence[str]) -> d
         signal.signal(number, lambda *_: sys.exit(1))
     if os.getppid() != parent:  # it ended before it could be asked about
         sys.exit(1)
-    start, peak, looked = time.monotonic(), 0, 0.0
+    start = time.monotonic()
     try:
         with open(log, "wb") as file:
             child = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
             )
         while (status := child.poll()) is None and time.monotonic() - start < limit:
-            if time.monotonic() - looked > 2:
-                peak, looked = max(peak, _memory(descendants(os.getpid()))), time.monotonic()
             time.sleep(0.1)
         seconds = time.monotonic() - start
     finally:
         _end_all()
-    return {"status": OUT_OF_TIME if status is None else status, "seconds": seconds, "peak_gib": peak / 2**30}
+    return {"status": OUT_OF_TIME if status is None else status, "seconds": seconds}
 
 
 if __name__ == "__main__":

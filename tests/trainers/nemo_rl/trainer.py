@@ -1,81 +1,34 @@
-"""NeMo-RL's examples/run_grpo.py from a command line to what it logged: `Job` says what to run, `train` runs it."""
+"""NeMo-RL's examples/run_grpo.py: its command line, what it logs, and what its policy had in its hands."""
 
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.trainers import trained
-from tests.trainers.run import Finished, run
-from tests.trainers.trained import LAUNCHER, ROOT, once
+from tests.trainers import whole
+from tests.trainers.reference import config_of, loss_and_gradient
+from tests.trainers.whole import ENVIRONMENT, ROOT, RUNS, Host, Sources, made_once, needed, ray_resources
 
 HERE = Path(__file__).parent
+# Its KL penalty is 0.01 · k3 of each token, where that is below 10 (its clamp).
+KL = ("--mismatch-kl-coef", "0.01", "--mismatch-kl-type", "k3", "--mismatch-denominator", "original")
+COLUMNS = {
+    "rollout": "generation_logprobs",
+    "old": "prev_logprobs",
+    "ref": "reference_policy_logprobs",
+    "advantages": "advantages",
+}
 
 
 @dataclass(frozen=True)
-class Sources:
-    """NeMo-RL, the environment of ci/nemo_rl_cpu.sh, and made inputs (`inputs.py`)."""
-
-    nemo_rl: Path
-    python: Path
-    inputs: Path
-
-    def environment(self, folder: Path, ray: Path) -> dict[str, str]:
-        """Of every process. ray: a short path, since Ray puts sockets below it."""
-        keep = ("PATH", "HOME", "LANG", "TMPDIR")
-        return {
-            **{name: os.environ[name] for name in keep if name in os.environ},
-            "PYTHONPATH": ":".join(map(str, (HERE / "shim", HERE.parent / "shim", ROOT, self.nemo_rl))),
-            "NEMO_RL_SEEN": str(folder),
-            "NEMO_RL_ENGINE_BIAS": "0.5",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "ignore",
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-            # NeMo-RL's ray.init() then starts a cluster for this run, with a GPU that is a number only, and ends it.
-            "RAY_ADDRESS": "local",
-            "RAY_TMPDIR": str(ray),
-            "RAY_NODE_IP": "127.0.0.1",
-            "RAY_OVERRIDE_RESOURCES": '{"CPU": 8, "GPU": 1, "object_store_memory": 200000000}',
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_DEDUP_LOGS": "0",
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray then keeps to 127.0.0.1
-        }
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run of run_grpo.py: two rollouts of 16, two optimizer steps each. flags: the end of its command line."""
-
-    flags: Sequence[str] = ()
-    launch: bool = True
-    limit: float = 300
-    env: Mapping[str, str] = field(default_factory=dict)
-
-    def words(self, sources: Sources, folder: Path) -> list[str]:
-        """The command line after the interpreter. `{run}` in a flag is the folder of the run."""
-        return [
-            *(LAUNCHER if self.launch else ()),
-            *(
-                "examples/run_grpo.py",
-                "--config",
-                str(sources.inputs / "tiny.yaml"),
-                f"logger.log_dir={folder / 'logs'}",
-            ),
-            *(word.replace("{run}", str(folder)) for word in self.flags),
-        ]
-
-
-@dataclass(frozen=True)
-class Trained(trained.Trained):
+class Trained(whole.Trained):
     """What a run left, with what the policy had."""
 
     EVENTS = "logs"
@@ -86,14 +39,54 @@ class Trained(trained.Trained):
         files = {int(file.stem.removeprefix("seen_")): file for file in self.folder.glob("seen_*.pt")}
         return {rollout: torch.load(files[rollout], weights_only=True) for rollout in sorted(files)}
 
+    def parts(self, rollout: int, step: int) -> list[dict[str, Any]]:
+        return [part for part in self.seen[rollout]["parts"] if part["step"] == step]
 
-def train(job: Job, sources: Sources, folder: Path, reuse: bool = False) -> Trained:
-    """Run a job to its end. folder: where its log and files go; emptied before. reuse: take what is there already."""
+    def log_ratios(self, rollout: int, step: int) -> torch.Tensor:
+        """log π_old − log π_rollout of a step's trained tokens."""
+        apart = [(p["prev_logprobs"] - p["generation_logprobs"], p["token_mask"]) for p in self.parts(rollout, step)]
+        return torch.cat([ratio[:, 1:][mask[:, 1:] != 0] for ratio, mask in apart])
 
-    def start() -> Finished:
-        with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as ray:
-            env = {**sources.environment(folder, Path(ray)), **job.env}
-            command = [str(sources.python), *job.words(sources, folder)]
-            return run(command, folder / "log", limit=job.limit, env=env, cwd=sources.nemo_rl)
+    def loss(self, rollout: int, step: int, flags: Sequence[str]) -> float:
+        """By `mp.policy_loss` on what NeMo-RL's data flow handed to its policy: rows [B, S], `current` [B, S − 1]."""
+        current, columns = [], {name: [] for name in COLUMNS}
+        for part in self.parts(rollout, step):
+            for row in range(len(part["current"])):
+                trained = (part["token_mask"][row, 1:] * part["sample_mask"][row]) != 0
+                current.append(part["current"][row][trained])
+                for name, theirs in COLUMNS.items():
+                    columns[name].append(part[theirs][row, 1:][trained])
+        return loss_and_gradient(config_of([*KL, *flags]), current, **columns)[0]
 
-    return Trained(job, folder, once(folder, [repr(job)], reuse, start))
+
+@dataclass(frozen=True)
+class Job(whole.Job):
+    """One run of run_grpo.py: two rollouts of 16, two optimizer steps each."""
+
+    RESULT = Trained
+
+    def environment(self, sources: Sources, folder: Path, ray: Path) -> dict[str, str]:
+        keep = ("PATH", "HOME", "LANG", "TMPDIR")
+        return {
+            **{name: os.environ[name] for name in keep if name in os.environ},
+            **ENVIRONMENT,
+            "PYTHONPATH": ":".join(map(str, (HERE / "shim", HERE.parent / "shim", ROOT, sources.checkout))),
+            "TRAINER_SHIM": "nemo_rl",
+            "NEMO_RL_SEEN": str(folder),
+            "NEMO_RL_ENGINE_BIAS": "0.5",
+            "RAY_TMPDIR": str(ray),
+            "RAY_OVERRIDE_RESOURCES": ray_resources(1),
+        }
+
+    def command(self, sources: Sources, folder: Path) -> list[str]:
+        config, logs = str(sources.inputs / "tiny.yaml"), f"logger.log_dir={folder / 'logs'}"
+        return [*self.launcher, "examples/run_grpo.py", "--config", config, logs, *self.placed_flags(folder)]
+
+
+def make_host() -> Host:
+    """NEMO_RL_SRC: a checkout."""
+    nemo_rl, python = needed("NEMO_RL_SRC", "MISMATCH_HOST_PYTHON")
+    inputs = RUNS / "nemo_rl/inputs"
+    words = [str(python), str(HERE / "inputs.py"), str(inputs), str(nemo_rl)]
+    made_once(inputs, [nemo_rl], lambda: subprocess.run(words, check=True))
+    return Host("nemo_rl", Sources(python, nemo_rl, inputs))

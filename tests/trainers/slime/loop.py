@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.trainers.slime.trainer import ROOT, Job, Sources, Trained
+from tests.trainers.slime.trainer import Job, Trained
+from tests.trainers.whole import ROOT, Sources
 
 REVERSE = """
     --custom-rm-path slime_task.reversed_digits --rollout-batch-size 16 --n-samples-per-prompt 8 --lr 1e-3
@@ -21,29 +22,13 @@ REVERSE = """
 
 def reverse(flags: str, **settings: Any) -> Job:
     """A run on six digits to be reversed, from the warm checkpoint. flags: more of the command line."""
-    return Job(
-        (*REVERSE.split(), *flags.split()),
-        dump=None,
-        checkpoint=Path("warm"),
-        prompts=Path("warm/prompts.jsonl"),
-        **settings,
-    )
+    words = (*REVERSE.split(), *flags.split())
+    return Job(words, dump=None, checkpoint=Path("warm"), prompts=Path("warm/prompts.jsonl"), **settings)
 
 
 def rewards(run: Trained) -> list[float]:
     """Mean reward of every rollout, as slime logged it."""
     return [float(found) for found in re.findall(r"rollout \d+: .*?'rollout/raw_reward': ([-0-9.e]+)", run.text)]
-
-
-def reported(run: Trained) -> list[dict[str, Any]]:
-    """The steps in our report folder."""
-    lines = (run.folder / "report/metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def versions(run: Trained, rollout: int) -> set[tuple[str, ...]]:
-    """Weight versions of the samples of a rollout, from slime's dump of it."""
-    return {tuple(sample["weight_versions"]) for sample in run.sampled(rollout)["samples"]}
 
 
 def dumps(run: Trained, rollouts: Sequence[int], side: str = "train") -> Path:
@@ -58,11 +43,10 @@ def dumps(run: Trained, rollouts: Sequence[int], side: str = "train") -> Path:
 
 
 def inspect(sources: Sources, *words: str | Path) -> tuple[int, dict[str, Any]]:
-    """(exit status, what --json prints) of `mismatch-plugin inspect`."""
+    """(exit status, what --json prints) of `mismatch-plugin inspect`, in the trainer's environment."""
     command = [str(sources.python), "-m", "mismatch_plugin", "inspect", *map(str, words), "--json", "--no-report"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=sources.environment(Path("/tmp")), check=False, cwd=ROOT
-    )
+    env = Job().environment(sources, Path("/tmp"), Path("/tmp"))
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, cwd=ROOT)
     try:
         return done.returncode, json.loads(done.stdout)
     except json.JSONDecodeError:

@@ -7,10 +7,8 @@ no longer the π_old.
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,9 @@ import torch
 from torch import Tensor
 
 import mismatch_plugin as mp
-from tests.trainers.columns import largest
+from tests.trainers.reference import TOLERANCE
 from tests.trainers.slime.trainer import Trained
+from tests.trainers.whole import largest
 
 NORMALISER = {"aggregation": "seq-mean-token-mean", "denominator": "original"}
 LARGE_TERMS = 5e-5
@@ -31,38 +30,9 @@ _NO_ADVANTAGES = ("accepted_by_advantage_negative", "accepted_by_advantage_posit
 UNTRACKED = frozenset(f"rollout_corr/{name}" for name in (*_ITS_OWN, *_NO_ADVANTAGES))
 """Metrics that slime's tracker need not have: slime logs the first by its own names, and its TIS function, where
 algorithms 0 and 2 are measured, gets no advantages."""
+OLD = "the largest log π_θ − log π_old"
+"""Of a token: rounding at a rollout's first step."""
 Sample = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Expected:
-    """A step's loss as slime logs it, norm of the gradient before clipping, and the plugin's metrics."""
-
-    loss: float
-    grad_norm: float
-    metrics: Mapping[str, float]
-    old: float
-    """The largest |log π_θ − log π_old| of a token: rounding at a rollout's first step. `steps` has 0 at later ones."""
-
-
-def config_of(flags: Sequence[str], **more: Any) -> mp.MismatchConfig:
-    """The settings that flags of ours mean; more: settings by section."""
-    parser = argparse.ArgumentParser()
-    mp.add_arguments(parser)
-    given = mp.MismatchConfig.from_args(parser.parse_args(list(flags))).model_dump(exclude_unset=True)
-    return mp.MismatchConfig.build({**given, **NORMALISER, **more})
-
-
-def steps_of(dump: Mapping[str, Any]) -> list[list[Sample]]:
-    """The samples of each optimizer step of a rollout, of all ranks."""
-    samples = {sample["rollout_position"]: sample for sample in dump["samples"]}
-    sizes = dump["dp_shards"][0]["num_microbatches"]
-    steps: list[list[Sample]] = [[] for _ in sizes]
-    for shard in dump["dp_shards"]:
-        batches = iter(shard["micro_batch_indices"])
-        for step, count in zip(steps, shard["num_microbatches"], strict=True):
-            step += [samples[shard["partition"][i]] for _ in range(count) for i in next(batches)]
-    return steps
 
 
 def pack(samples: Sequence[Sample], config: mp.MismatchConfig) -> mp.PackedSequences:
@@ -77,27 +47,36 @@ def pack(samples: Sequence[Sample], config: mp.MismatchConfig) -> mp.PackedSeque
 
 
 class Reference:
-    """slime's trainer again, from its first weights. checkpoint: in HF's form.
+    """slime's trainer again, from its first weights. checkpoint: in HF's form."""
 
-    always_defers: no mean weight is known before the step, under algorithm 2 neither.
-    """
-
+    lr = 1e-3
     always_defers = False
+    """No mean weight is known before the step, under algorithm 2 neither."""
+    grad_norm = 1e-4
+    """Agreement of the gradient's norm, relative."""
+    small = 0.05
+    """Metrics below it agree to 5e-4 of it, others to 5e-4 of themselves."""
+    untracked: frozenset[str] | None = UNTRACKED
+    """Metrics that its tracker may lack; None: any."""
 
-    def __init__(self, checkpoint: Path, lr: float = 1e-3) -> None:
+    def __init__(self, checkpoint: Path) -> None:
         from transformers import AutoModelForCausalLM
 
         self.model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=lr)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=self.lr)
 
     def log_probs(self, sample: Sample) -> Tensor:
         """[response] log π_θ, with gradient."""
         tokens, response = sample["tokens"], sample["response_lengths"]
-        logits = self.model(tokens[None]).logits[0, -response - 1 : -1].log_softmax(-1)
+        logits = self.logits(tokens)[-response - 1 : -1].log_softmax(-1)
         return logits.gather(-1, tokens[-response:, None])[:, 0]
 
-    def step(self, samples: Sequence[Sample], config: mp.MismatchConfig) -> Expected:
-        """One optimizer step: its loss and gradient at θ, then θ moves as slime's does (gradient clipped to norm 1)."""
+    def logits(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens[None]).logits[0]
+
+    def step(self, samples: Sequence[Sample], config: mp.MismatchConfig) -> dict[str, float]:
+        """Loss as slime logs it, norm of the gradient before clipping, OLD, and the plugin's metrics, all at θ; then θ
+        moves as slime's does (gradient clipped to norm 1)."""
         self.optimizer.zero_grad()
         theta = [self.log_probs(s) for s in samples]
         pairs = [(own.detach(), s["log_probs"]) for own, s in zip(theta, samples, strict=True) if "log_probs" in s]
@@ -114,64 +93,48 @@ class Reference:
                 parameter.grad /= factor
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        return Expected(logged.item(), norm.item(), result.statistics.metrics(), old)
-
-    def steps(self, dumps: Sequence[Mapping[str, Any]], config: mp.MismatchConfig) -> Iterator[Expected]:
-        """All steps of a run whose rollouts these dumps are."""
-        for dump in dumps:
-            for number, samples in enumerate(steps_of(dump)):
-                expected = self.step(samples, config)
-                yield expected if number == 0 else replace(expected, old=0.0)
+        return {OLD: old, "loss": logged.item(), "grad_norm": norm.item(), **result.statistics.metrics()}
 
 
-@dataclass
-class Agreement:
-    """Of each step of a run, by name, what slime logged and the reference's value; metrics that the tracker lacks."""
-
-    steps: list[dict[str, tuple[float, float]]] = field(default_factory=list)
-    missing: frozenset[str] = frozenset()
-
-    @property
-    def loss(self) -> float:
-        """The largest difference."""
-        return largest(difference("loss", *step["loss"]) for step in self.steps)
-
-    @property
-    def grad_norm(self) -> float:
-        """The largest difference, relative."""
-        return largest(difference("grad_norm", *step["grad_norm"]) for step in self.steps)
-
-    def check(self, loss: float = 1e-5) -> None:
-        """Name the first value that differs: the weights, and all that comes after it, follow."""
-        for number, step in enumerate(self.steps):
-            bounds = {_OLD: 1e-4, "loss": loss if number else min(loss, 1e-5), "grad_norm": 1e-4}
-            for name, (theirs, mine) in step.items():
-                said = f"step {number}: {name} is {theirs:.6g} in slime and {mine:.6g} in the reference"
-                assert difference(name, theirs, mine) < bounds.get(name, 5e-4), said
-            assert len(step) > 33, step.keys()
-        assert self.missing <= UNTRACKED, self.missing - UNTRACKED
-
-
-_OLD = "the largest log π_θ − log π_old"
-
-
-def difference(name: str, theirs: float, mine: float) -> float:
-    """Absolute of a loss or log-prob, relative of a norm, and of a metric (below 0.05 to that). NaN equals NaN."""
+def difference(name: str, theirs: float, mine: float, small: float) -> float:
+    """Absolute of a loss or log-prob, relative of a norm and of a metric. NaN equals NaN."""
     if theirs == mine or (math.isnan(theirs) and math.isnan(mine)):
         return 0.0
     if name == "grad_norm":
         return abs(theirs / mine - 1)
-    return abs(theirs - mine) / (1.0 if name in ("loss", _OLD) else max(0.05, abs(mine)))
+    return abs(theirs - mine) / (1.0 if name in ("loss", OLD) else max(small, abs(mine)))
 
 
-def agreement(run: Trained, config: mp.MismatchConfig, checkpoint: Path) -> Agreement:
-    """Compare every step that a run from dumps logged, and the plugin's metrics in slime's tracker. It starts at 0."""
-    dumps, found = [run.dump(rollout) for rollout in range(run.job.rollouts)], Agreement()
-    for step, mine in enumerate(Reference(checkpoint).steps(dumps, config)):
-        tracked = {name: run.tracked[f"train/{name}"][step] for name in mine.metrics if f"train/{name}" in run.tracked}
-        found.missing |= mine.metrics.keys() - tracked.keys()
-        theirs = {name: run.steps[step][name] for name in ("loss", "grad_norm")}
-        wanted = {"loss": mine.loss, "grad_norm": mine.grad_norm, **mine.metrics}
-        pairs = {name: (value, wanted[name]) for name, value in {**theirs, **tracked}.items()}
-        found.steps.append({_OLD: (mine.old, 0.0), **pairs})
-    return found
+def check(
+    run: Trained,
+    config: mp.MismatchConfig,
+    reference: Reference,
+    bound: float = TOLERANCE,
+    steps: Iterable[Sequence[Sample]] | None = None,
+) -> tuple[float, float]:
+    """(the largest difference of a step's loss, of its gradient's norm), each step of a run from dumps held to bounds.
+
+    The first value that differs is named: the weights, and all that comes after it, follow. bound: of the loss at later
+    steps. steps: the samples of each, default those that the run dumped.
+    """
+    assert run.finished.status == 0, run.text[-4000:]
+    rollouts = range(run.job.rollouts)
+    steps = [step for rollout in rollouts for step in run.steps_of(rollout)] if steps is None else [*steps]
+    assert sorted(run.steps) == [*range(len(steps))]
+    losses, norms = [0.0], [0.0]
+    for number, samples in enumerate(steps):
+        wanted, logged = reference.step(samples, config), {OLD: 0.0, **run.steps[number]}
+        if number % (len(steps) // len(rollouts)):
+            del wanted[OLD]  # θ has moved
+        tracked = {name: run.tracked[f"train/{name}"][number] for name in wanted if f"train/{name}" in run.tracked}
+        bounds = {OLD: 1e-4, "loss": bound if number else TOLERANCE, "grad_norm": reference.grad_norm}
+        for name, mine in wanted.items():
+            theirs = logged[name] if name in bounds else tracked.get(name, mine)
+            apart = difference(name, theirs, mine, reference.small)
+            said = f"step {number}: {name} is {theirs:.6g} in the trainer and {mine:.6g} in the reference"
+            assert apart < bounds.get(name, 5e-4), said
+            losses.append(apart if name == "loss" else 0.0)
+            norms.append(apart if name == "grad_norm" else 0.0)
+        missing = wanted.keys() - tracked.keys() - bounds.keys()
+        assert len(tracked) > 20 and (reference.untracked is None or missing <= reference.untracked), missing
+    return largest(losses), largest(norms)

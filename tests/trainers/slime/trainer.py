@@ -1,27 +1,33 @@
-"""slime's train.py from a command line to what it logged and dumped: `Job` says what to run, `train` runs it."""
+"""slime's train.py: its command line, and what it logs and dumps."""
 
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import pytest
 import torch
 import yaml
 
-from tests.trainers import trained
-from tests.trainers.jobs import is_made, made_from, wait_for_ports
-from tests.trainers.run import Finished, run
-from tests.trainers.trained import CPU_SHIM, LAUNCHER, ROOT, once
+from tests.trainers import whole
+from tests.trainers.whole import (
+    CPU_SHIM,
+    ENVIRONMENT,
+    ROOT,
+    RUNS,
+    Host,
+    Sources,
+    made_once,
+    needed,
+    ray_resources,
+)  # fmt: skip
 
 HERE = Path(__file__).parent
 # What slime's scripts/models/*.sh say of a model, here of the tiny Qwen3 that inputs/make.py makes.
@@ -56,115 +62,7 @@ SERVER = """
 
 
 @dataclass(frozen=True)
-class Sources:
-    """slime, Megatron-LM at slime's pin with its patch, the environment of ci/slime_cpu.sh, and made inputs."""
-
-    slime: Path
-    megatron: Path
-    python: Path
-    inputs: Path
-
-    def environment(self, ray: Path) -> dict[str, str]:
-        """Of every process. ray: a short path, since Ray puts sockets below it."""
-        paths = (HERE / "shim", HERE.parent / "shim", HERE / "inputs", self.slime, self.megatron, ROOT, CPU_SHIM)
-        loopback = "127.0.0.1,localhost"
-        return {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "RAY_"))},
-            "PATH": f"{self.python.parent}:{os.environ['PATH']}",
-            "PYTHONPATH": ":".join(map(str, paths)),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "ignore",
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "SLIME_ACCELERATOR": "cpu",
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "SLIME_HOST_IP": "127.0.0.1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "no_proxy": loopback,
-            "NO_PROXY": loopback,
-            # Byte code is kept, and not in the checkouts.
-            "PYTHONPYCACHEPREFIX": str(self.inputs.parent / "bytecode"),
-            "PYTHONDONTWRITEBYTECODE": "",
-            "TORCHDYNAMO_DISABLE": "1",  # slime compiles its policy loss: 17 s in the first step
-            "SGLANG_CPU_OMP_THREADS_BIND": "0|0|1|1",  # by the logical GPU that slime gives a server of its own
-            # slime's ray.init() then starts a cluster for this run, with GPUs that are numbers only, and ends it.
-            "RAY_ADDRESS": "local",
-            "RAY_TMPDIR": str(ray),
-            "RAY_NODE_IP": "127.0.0.1",
-            "RAY_OVERRIDE_RESOURCES": '{"CPU": 8, "GPU": 6, "object_store_memory": 200000000}',
-            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_DEDUP_LOGS": "0",
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray then keeps to 127.0.0.1
-        }
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run of train.py.
-
-    flags: more of the command line; they come last. launch: through our launcher. script: train.py or train_async.py.
-    config: keys of --custom-config-path. dump: the folder of rollout dumps, else the checkpoint's own; None for the
-    full loop. engine: in the full loop "own", for the server that slime starts, or an address.
-    """
-
-    flags: Sequence[str] = ()
-    launch: bool = True
-    script: str = "train.py"
-    ranks: int = 1
-    rollouts: int = 2
-    config: Mapping[str, Any] = field(default_factory=dict)
-    dump: Path | None = Path("dump")
-    engine: str = "own"
-    transport: str = "disk"
-    dtype: str = "float32"
-    checkpoint: Path = Path("hf")
-    prompts: Path = Path("prompts.jsonl")
-    limit: float = 600
-
-    def words(self, sources: Sources, folder: Path) -> list[str]:
-        """The command line after the interpreter. Paths are below the inputs where they are relative.
-
-        `{run}` in a flag is the folder of the run.
-        """
-        inputs, config = sources.inputs, folder / "cpu.yaml"
-        hf = str(inputs / self.checkpoint)
-        return [
-            *(LAUNCHER if self.launch else ()),
-            *(self.script, *MODEL.split(), *CPU.split(), "--custom-config-path", str(config)),
-            *("--hf-checkpoint", hf, "--ref-load", hf),
-            *("--actor-num-nodes", "1", "--actor-num-gpus-per-node", str(self.ranks)),
-            *("--num-gpus-per-node", str(self.ranks), "--num-rollout", str(self.rollouts)),
-            *("--prompt-data", str(inputs / self.prompts), "--input-key", "text", "--label-key", "label"),
-            *TRAINING.split(),
-            *(self._from_dumps(inputs) if self.dump is not None else self._full_loop(folder)),
-            *("--save-debug-train-data", str(folder / "train_{rollout_id}.pt")),
-            *("--use-tensorboard", "--tb-project-name", "slime"),
-            *(flag.replace("{run}", str(folder)) for flag in self.flags),
-        ]
-
-    def _from_dumps(self, inputs: Path) -> list[str]:
-        path = inputs / (self.dump or "") / "{rollout_id}.pt"
-        return ["--debug-train-only", "--load-debug-rollout-data", str(path), *FROM_DUMPS.split()]
-
-    def _full_loop(self, folder: Path) -> list[str]:
-        if self.engine == "own":
-            server = [f"--sglang-{word[2:]}" if word.startswith("--") else word for word in SERVER.split()]
-            engine = ["--rollout-num-gpus", "1", "--sglang-dtype", self.dtype, *server]
-        else:
-            engine = ["--rollout-external-engine-addrs", self.engine]
-        return [
-            *(*engine, "--rollout-num-gpus-per-engine", "1", "--update-weight-transport", self.transport),
-            *("--update-weight-disk-dir", str(folder / "weights")),
-            *FULL_LOOP.split(),
-            *("--save-debug-rollout-data", str(folder / "rollout_{rollout_id}.pt")),
-        ]
-
-
-@dataclass(frozen=True)
-class Trained(trained.Trained):
+class Trained(whole.Trained):
     """What a run left, with what slime dumps."""
 
     @cached_property
@@ -174,62 +72,142 @@ class Trained(trained.Trained):
         read = {int(step): ast.literal_eval(re.sub(r"\b(nan|inf)\b", "None", values)) for step, values in found}
         return {step: {name.removeprefix("train/"): v for name, v in values.items()} for step, values in read.items()}
 
-    def dump(self, rollout: int) -> dict[str, Any]:
-        """slime's own dump of what it trained on in a rollout, all ranks' samples in the rollout's order."""
-        return torch.load(self.folder / f"train_{rollout}.pt", weights_only=False)
+    def steps_of(self, rollout: int) -> list[list[Mapping[str, Any]]]:
+        """The samples of each optimizer step of a rollout, of all ranks, from slime's dump of what it trained on."""
+        dump = torch.load(self.folder / f"train_{rollout}.pt", weights_only=False)
+        samples = {sample["rollout_position"]: sample for sample in dump["samples"]}
+        steps: list[list[Mapping[str, Any]]] = [[] for _ in dump["dp_shards"][0]["num_microbatches"]]
+        for shard in dump["dp_shards"]:
+            batches = iter(shard["micro_batch_indices"])
+            for step, count in zip(steps, shard["num_microbatches"], strict=True):
+                step += [samples[shard["partition"][i]] for _ in range(count) for i in next(batches)]
+        return steps
 
-    def sampled(self, rollout: int) -> dict[str, Any]:
-        """In the full loop, slime's dump of the rollout itself."""
-        return torch.load(self.folder / f"rollout_{rollout}.pt", weights_only=False)
+    def versions(self, rollout: int) -> set[tuple[str, ...]]:
+        """Weight versions of the samples of a live rollout, from slime's dump of it."""
+        sampled = torch.load(self.folder / f"rollout_{rollout}.pt", weights_only=False)["samples"]
+        return {tuple(sample["weight_versions"]) for sample in sampled}
 
 
-def patched_megatron(checkout: Path, slime: Path, copy: Path) -> Path:
-    """Megatron-LM with slime's patch: the checkout where it has it already, else a copy that gets it."""
-    apply = ["git", "apply", str(slime / "docker/patch/latest/megatron.patch")]
+@dataclass(frozen=True)
+class Job(whole.Job):
+    """One run of train.py, or of another script of its folder.
 
-    def alone(folder: Path) -> dict[str, str]:  # git apply passes over the files of a folder inside another repository
-        return {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    config: keys of --custom-config-path. dump: the folder of rollout dumps, else the checkpoint's own; None for the
+    full loop. engine: in the full loop "own", for the server that slime starts, or an address. cache: with SGLang's
+    radix cache. Paths are below the inputs where they are relative.
+    """
 
-    reverse = [*apply, "--reverse", "--check"]
-    if subprocess.run(reverse, cwd=checkout, env=alone(checkout), capture_output=True, check=False).returncode == 0:
-        return checkout
-    if not is_made(copy / "patched", made := made_from(checkout, slime)):
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(checkout / "megatron", copy / "megatron", symlinks=True)
-        done = subprocess.run(
-            [*apply, "--include=megatron/*"], cwd=copy, env=alone(copy), stderr=-1, text=True, check=False
-        )
-        if done.returncode:
-            raise RuntimeError(
-                f"slime's docker/patch/latest/megatron.patch does not apply to {checkout}: MEGATRON_SRC is "
-                f"NVIDIA/Megatron-LM at the commit that slime's docker/Dockerfile names.\n{done.stderr}"
-            )
-        (copy / "patched").write_text(made)
-    return copy
+    script: str = "train.py"
+    rollouts: int = 2
+    config: Mapping[str, Any] = field(default_factory=dict)
+    dump: Path | None = Path("dump")
+    engine: str = "own"
+    transport: str = "disk"
+    dtype: str = "float32"
+    checkpoint: Path = Path("hf")
+    prompts: Path = Path("prompts.jsonl")
+    cache: bool = False
+    RESULT = Trained
+    NAME: ClassVar[str] = "slime"
+    SETTINGS: ClassVar[Mapping[str, Any]] = CPU_SETTINGS
+    REFERENCE: ClassVar[str | None] = None
+    """The checkpoint in Megatron's form, where the trainer needs it."""
+    TRAIN_DUMP: ClassVar[str] = "train_{rollout_id}.pt"
+    MORE: ClassVar[str] = ""
+
+    @property
+    def starts_a_server(self) -> bool:
+        return self.dump is None
+
+    @property
+    def gpus(self) -> int:
+        return self.ranks
+
+    def environment(self, sources: Sources, folder: Path, ray: Path) -> dict[str, str]:
+        paths = (HERE / "shim", HERE.parent / "shim", HERE / "inputs", sources.checkout, sources.megatron)
+        return {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "RAY_"))},
+            **ENVIRONMENT,
+            "PATH": f"{sources.python.parent}:{os.environ['PATH']}",
+            "PYTHONPATH": ":".join(map(str, (*paths, ROOT, CPU_SHIM))),
+            "TRAINER_SHIM": self.NAME,
+            "SLIME_ACCELERATOR": "cpu",
+            "SLIME_HOST_IP": "127.0.0.1",
+            # Byte code is kept, and not in the checkouts.
+            "PYTHONPYCACHEPREFIX": str(sources.inputs.parent / "bytecode"),
+            "PYTHONDONTWRITEBYTECODE": "",
+            "SGLANG_CPU_OMP_THREADS_BIND": "0|0|1|1",  # by the logical GPU that slime gives a server of its own
+            "RAY_TMPDIR": str(ray),
+            "RAY_OVERRIDE_RESOURCES": ray_resources(6),
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            "TENSORBOARD_DIR": str(folder / "tensorboard"),
+            "RUN_FOLDER": str(folder),
+        }
+
+    def prepare(self, folder: Path) -> None:
+        (folder / "cpu.yaml").write_text(yaml.safe_dump({**self.SETTINGS, **self.config}))
+
+    def command(self, sources: Sources, folder: Path) -> list[str]:
+        inputs = sources.inputs
+        hf = str(inputs / self.checkpoint)
+        return [
+            *(*self.launcher, self.script, *MODEL.split(), *CPU.split()),
+            *("--custom-config-path", str(folder / "cpu.yaml")),
+            *("--hf-checkpoint", hf, "--ref-load", str(inputs / self.REFERENCE) if self.REFERENCE else hf),
+            *("--actor-num-nodes", "1", "--actor-num-gpus-per-node", str(self.ranks)),
+            *("--num-gpus-per-node", str(self.gpus), "--num-rollout", str(self.rollouts)),
+            *("--prompt-data", str(inputs / self.prompts), "--input-key", "text", "--label-key", "label"),
+            *(*TRAINING.split(), *self.MORE.split()),
+            *(self.from_dumps(inputs) if self.dump is not None else self.full_loop(folder)),
+            *("--save-debug-train-data", str(folder / self.TRAIN_DUMP)),
+            *("--use-tensorboard", "--tb-project-name", self.NAME),
+            *self.placed_flags(folder),
+        ]
+
+    def from_dumps(self, inputs: Path) -> list[str]:
+        path = inputs / (self.dump or "") / "{rollout_id}.pt"
+        return ["--debug-train-only", "--load-debug-rollout-data", str(path), *FROM_DUMPS.split()]
+
+    def full_loop(self, folder: Path) -> list[str]:
+        return [
+            *(self.own_server() if self.engine == "own" else ["--rollout-external-engine-addrs", self.engine]),
+            *("--rollout-num-gpus-per-engine", "1", "--update-weight-transport", self.transport),
+            *("--update-weight-disk-dir", str(folder / "weights"), *FULL_LOOP.split()),
+            *("--save-debug-rollout-data", str(folder / "rollout_{rollout_id}.pt")),
+        ]
+
+    def own_server(self) -> list[str]:
+        words = SERVER.replace("--disable-radix-cache", "") if self.cache else SERVER
+        server = [f"--sglang-{word[2:]}" if word.startswith("--") else word for word in words.split()]
+        return ["--rollout-num-gpus", "1", "--sglang-dtype", self.dtype, *server]
+
+
+def check_patched(megatron: Path, slime: Path) -> None:
+    """End the session in one line where Megatron-LM lacks slime's patch."""
+    patch = slime / "docker/patch/latest/megatron.patch"
+    # git apply passes over the files of a folder inside another repository
+    env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(megatron.parent)}
+    reverse = ["git", "apply", "--reverse", "--check", str(patch)]
+    if subprocess.run(reverse, cwd=megatron, env=env, capture_output=True, check=False).returncode:
+        pytest.exit(f"not run: {megatron} lacks slime's patch; git -C {megatron} apply {patch}", returncode=4)
+
+
+def run_script(sources: Sources, job: Job, words: Sequence[str]) -> None:
+    """Something of the trainer that starts no Ray, in the environment of its runs."""
+    env = job.environment(sources, Path("/tmp"), Path("/tmp"))
+    subprocess.run([str(sources.python), *words], env=env, cwd=sources.checkout, check=True)
 
 
 def make_inputs(sources: Sources) -> None:
-    """Checkpoint, tokenizer, prompts and dumps, where they are not there yet."""
-    if not (sources.inputs / "made").exists():
-        for script in ("make.py", "warm.py"):
-            command = [str(sources.python), str(HERE / "inputs" / script), str(sources.inputs)]
-            subprocess.run(command, env=sources.environment(Path("/tmp")), check=True)
-        (sources.inputs / "made").touch()
+    """Checkpoint, tokenizer, prompts and dumps."""
+    run_script(sources, Job(), [str(HERE / "inputs/make.py"), str(sources.inputs)])
 
 
-def train(job: Job, sources: Sources, folder: Path, reuse: bool = False) -> Trained:
-    """Run a job to its end. folder: where its log and files go; emptied before. reuse: take what is there already."""
-    command = [str(sources.python), *job.words(sources, folder)]
-
-    def start() -> Finished:
-        (folder / "cpu.yaml").write_text(yaml.safe_dump({**CPU_SETTINGS, **job.config}))
-        with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as ray:
-            env = {
-                **sources.environment(Path(ray)),
-                "TENSORBOARD_DIR": str(folder / "tensorboard"),
-                "RUN_FOLDER": str(folder),
-            }
-            wait_for_ports(job.dump is None)
-            return run(command, folder / "log", limit=job.limit, env=env, cwd=sources.slime)
-
-    return Trained(job, folder, once(folder, [json.dumps(dict(job.config)), *command], reuse, start))
+def make_host() -> Host:
+    """SLIME_SRC, MEGATRON_SRC: checkouts."""
+    slime, megatron, python = needed("SLIME_SRC", "MEGATRON_SRC", "MISMATCH_HOST_PYTHON")
+    check_patched(megatron, slime)
+    found = Sources(python, slime, RUNS / "slime/inputs", megatron)
+    made_once(found.inputs, [slime], lambda: make_inputs(found))
+    return Host("slime", found)

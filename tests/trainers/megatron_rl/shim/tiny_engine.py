@@ -1,4 +1,4 @@
-"""An inference engine for Megatron-LM RL on CPU: it samples from the model that it is given, token by token.
+"""An inference engine for Megatron-LM RL on CPU, which samples from the model that it is given, and a task.
 
 MEGATRON_ROLLOUTS=FILE makes it answer from a file instead (a model that is split over ranks cannot be sampled from on
 rank 0 alone), and MEGATRON_ROLLOUTS_TO=FILE write such a file. MEGATRON_ENGINE_BIAS: a bias on each token's logit, this
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.inference.inference_request import FinishedRequestRecord
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.rl.agent.reward_only_agent import RewardOnlyAgent
 from megatron.rl.inference.inference_interface import (
     InferenceRequest,
     InferenceResponse,
@@ -116,3 +118,19 @@ class TinyEngine(InferenceServer, ReturnsTokens, ReturnsRaw):
             tokens.append(token)
             log_probs.append(float(log_p[token]))
         return {"tokens": tokens, "log_probs": log_probs, "epoch": self._epoch}
+
+
+class TinyAgent(RewardOnlyAgent):
+    """Sixteen prompts of digits; the reward is the share of the answer's tokens that are digits."""
+
+    env_id: str = "tiny"
+
+    async def get_prompt(self, validation: bool) -> tuple[str, Any]:
+        if not hasattr(self, "draws"):
+            self.draws = random.Random(1)
+        number = self.draws.randrange(16)
+        return " ".join(f"{number:04b}"), {"problem_id": str(number)}
+
+    async def get_reward(self, response: str, golden: Any, finish_reason: str) -> float:
+        words = response.split()
+        return sum(word.isdigit() for word in words) / max(1, len(words))

@@ -1,12 +1,9 @@
-"""What sitecustomize does to the modules in its HOOKS. What slime needs as well is in slime's."""
+"""What sitecustomize does to modules of miles. What slime needs as well is in slime's."""
 # pyright: basic, reportMissingParameterType=false, reportMissingImports=false
-
-import dataclasses
-import types
 
 import psutil  # pyright: ignore[reportMissingModuleSource]
 import torch
-from slime_on_cpu import _megatron_to_cpu, collectives_of_newer_torch, no_device_architecture
+from slime_on_cpu import _megatron_to_cpu, collectives_of_newer_torch, no_device_architecture, struct_is_dataclass
 
 __all__ = ["collectives_of_newer_torch", "no_device_architecture"]
 
@@ -38,11 +35,7 @@ def gloo_to_the_engines(module):
 
 
 def newer_sglang(module):
-    def fields(record):
-        names = getattr(record, "__struct_fields__", None)
-        return dataclasses.fields(record) if names is None else [types.SimpleNamespace(name=name) for name in names]
-
-    module.dataclasses = types.SimpleNamespace(**{**vars(dataclasses), "fields": fields})
+    struct_is_dataclass(module)
     engine = module.SGLangEngine
     connect = engine.init_weights_update_group
     gloo = {"backend": "gloo"}

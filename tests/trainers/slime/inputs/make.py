@@ -1,4 +1,5 @@
-"""make.py FOLDER, in slime's environment: a tiny Qwen3 checkpoint with tokenizer, prompts, and rollout dumps.
+"""make.py FOLDER, in slime's environment: a tiny Qwen3 checkpoint with tokenizer, prompts, and rollout dumps; warm/, a
+checkpoint that half knows to reverse six digits, and its prompts.
 
 The dumps are written by slime's own `save_debug_rollout_data`. Their rollout log-probs are the checkpoint's own with
 normal noise, which is the mismatch.
@@ -15,6 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 DUMPS, PROMPTS, SAMPLES, NOISE = 4, 4, 4, 0.3
+STEPS, BATCH, RATE = 60, 64, 3e-3  # supervised, few enough that reinforcement has something left to learn
+WARM_PROMPTS = 4096
 
 
 def tokenizer():
@@ -97,5 +100,30 @@ def main(out):
         save_debug_rollout_data(str(out / "masked/{rollout_id}.pt"), data, rollout_id=rollout, evaluation=False)
 
 
+def warm(out):
+    torch.set_num_threads(1)
+    coder, model, rng = tokenizer(), qwen3(), random.Random(0)
+    with torch.no_grad():
+        model.lm_head.weight.div_(10)  # which qwen3() multiplies
+
+    def digits(count):
+        return ["".join(rng.choices("0123456789", k=6)) for _ in range(count)]
+
+    optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
+    for _ in range(STEPS):
+        rows = [[*coder.encode(f"{drawn}={drawn[::-1]}"), coder.eos_token_id] for drawn in digits(BATCH)]
+        ids = torch.tensor(rows)
+        logits = model(ids).logits[:, 6:-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 7:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.save_pretrained(out)
+    coder.save_pretrained(out)
+    lines = [json.dumps({"text": f"{one}=", "label": one[::-1]}) for one in digits(WARM_PROMPTS)]
+    (out / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+
+
 if __name__ == "__main__":
     main(pathlib.Path(sys.argv[1]))
+    warm(pathlib.Path(sys.argv[1], "warm"))

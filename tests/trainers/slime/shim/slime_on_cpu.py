@@ -1,8 +1,9 @@
-"""What sitecustomize does to the modules in its HOOKS; the accelerator also switches megatron-core to CPU."""
+"""What sitecustomize does to modules of slime; the accelerator also switches megatron-core to CPU."""
 # pyright: basic, reportMissingParameterType=false, reportMissingModuleSource=false
 
 import contextlib
 import dataclasses
+import os
 import threading
 import types
 
@@ -27,67 +28,50 @@ def _megatron_to_cpu():
 
 
 def cpu_accelerator(module):
-    class CPUAccelerator(module.Accelerator):
-        name = "cpu"
-        device_type = "cpu"
-        communication_backend_name = "gloo"
+    cpu = torch.device("cpu")
 
-        def is_available(self):
-            return True
+    def memory(self, device=None):
+        return psutil.virtual_memory().available, psutil.virtual_memory().total
 
-        def device(self, index=None):
-            return torch.device("cpu")
+    def resident(self, device=None):
+        return psutil.Process().memory_info().rss
 
-        def device_name(self, index=None):
-            return "cpu"
+    def manual_seed(self, seed):
+        torch.manual_seed(seed)
 
-        def set_device(self, index):
-            _megatron_to_cpu()
+    def always(value):
+        return lambda self, *args, **kwargs: value
 
-        def current_device(self):
-            return "cpu"
-
-        def device_count(self):
-            return 1
-
-        def synchronize(self, device=None):
-            pass
-
-        def current_stream(self, device=None):
-            return None
-
-        def stream(self, stream):
-            return contextlib.nullcontext()
-
-        def empty_cache(self):
-            pass
-
-        def mem_get_info(self, device=None):
-            memory = psutil.virtual_memory()
-            return memory.available, memory.total
-
-        def memory_allocated(self, device=None):
-            return psutil.Process().memory_info().rss
-
-        memory_reserved = memory_allocated
-
-        def autocast(self, *args, **kwargs):
-            return torch.autocast("cpu", *args, **kwargs)
-
-        def distributed_device_id(self, index=None):
-            return None
-
-        def manual_seed(self, seed):
-            torch.manual_seed(seed)
-
-        manual_seed_all = manual_seed
-
-        def resolve_visible_device_id(self, physical_device_id):
-            return int(float(physical_device_id))
-
+    own = {
+        "name": "cpu",
+        "device_type": "cpu",
+        "communication_backend_name": "gloo",
+        "is_available": always(True),
+        "device": always(cpu),
+        "device_name": always("cpu"),
+        "current_device": always("cpu"),
+        "device_count": always(1),
+        "set_device": lambda self, index: _megatron_to_cpu(),
+        **dict.fromkeys(("synchronize", "current_stream", "empty_cache", "distributed_device_id"), always(None)),
+        "stream": lambda self, stream: contextlib.nullcontext(),
+        "mem_get_info": memory,
+        **dict.fromkeys(("memory_allocated", "memory_reserved"), resident),
+        "autocast": lambda self, *args, **kwargs: torch.autocast("cpu", *args, **kwargs),
+        **dict.fromkeys(("manual_seed", "manual_seed_all"), manual_seed),
+        "resolve_visible_device_id": lambda self, physical_device_id: int(float(physical_device_id)),
+    }
+    accelerator = type("CPUAccelerator", (module.Accelerator,), own)
     module.register_accelerator(
-        "cpu", CPUAccelerator, lambda: True, priority=-1, communication_backends=("gloo-accelerator",)
+        "cpu", accelerator, lambda: True, priority=-1, communication_backends=("gloo-accelerator",)
     )
+
+
+def struct_is_dataclass(module):
+    def fields(record):
+        names = getattr(record, "__struct_fields__", None)
+        return dataclasses.fields(record) if names is None else [types.SimpleNamespace(name=name) for name in names]
+
+    module.dataclasses = types.SimpleNamespace(**{**vars(dataclasses), "fields": fields})
 
 
 def newer_sglang(module):
@@ -97,11 +81,7 @@ def newer_sglang(module):
     process group are taken only between begin_weight_update and end_weight_update.
     """
 
-    def fields(record):
-        names = getattr(record, "__struct_fields__", None)
-        return dataclasses.fields(record) if names is None else [types.SimpleNamespace(name=name) for name in names]
-
-    module.dataclasses = types.SimpleNamespace(**{**vars(dataclasses), "fields": fields})
+    struct_is_dataclass(module)
     update = module.SGLangEngine.update_weights_from_distributed
 
     def update_in_a_session(self, *args, **kwargs):
@@ -112,6 +92,8 @@ def newer_sglang(module):
             self._make_request("end_weight_update")
 
     module.SGLangEngine.update_weights_from_distributed = update_in_a_session
+    if os.environ.get("SLIME_FAULT") == "no_flush":
+        module.SGLangEngine.flush_cache = lambda self: None
 
 
 def no_device_architecture(module):

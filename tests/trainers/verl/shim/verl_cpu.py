@@ -1,12 +1,11 @@
 """verl on a CPU, by its own seams. VERL_USE_EXTERNAL_MODULES=verl_cpu VERL_PLATFORM=cpu: every process imports this.
 
-Nothing of verl's data, advantages, losses, arguments, or of what its weights hold is touched: `SHIMMED` says what is.
+Nothing of verl's data, advantages, losses or arguments is touched, nor what its weights hold: see docs/appendix.md.
 """
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -18,17 +17,6 @@ from verl.plugin.platform import PlatformBase, PlatformRegistry
 from verl.workers.rollout import base as rollout
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-SHIMMED = [
-    ("platform cpu in PlatformRegistry", "verl 0.9.1 has CUDA, NPU and ROCm only"),
-    ("process group by gloo alone", "verl asks for 'cpu:gloo,DEVICE:BACKEND', in which torch refuses the CPU twice"),
-    (
-        "FSDP engine for device cpu in EngineRegistry",
-        "registered for cuda and npu; also writes micro-batches",
-    ),
-    ("ServerArgs read as a dataclass", "it is a msgspec Struct in sglang 0.5.23; verl 0.9.1 is written for 0.5.12"),
-    ("client of the server with begin_weight_update", "abstract in sglang 0.5.23, unknown to verl 0.9.1"),
-    ("weights to the server through files", "verl hands them over by CUDA IPC; here update_weights_from_disk"),
-]
 CPU = torch.device("cpu")
 _MEMORY = ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved")
 DEVICE: Any = SimpleNamespace(
@@ -109,6 +97,3 @@ verl_distributed.initialize_global_process_group_ray = partial(
 )
 rollout._ROLLOUT_REGISTRY["sglang", "async"] = "verl_cpu_sglang.FileServerAdapter"
 RolloutReplicaRegistry.register("sglang", _sglang)
-
-if os.environ.pop("VERL_CPU_SAY", None):  # the first process says it, and those that it starts do not
-    print("\n".join(f"shimmed: {what} ({why})" for what, why in SHIMMED), flush=True)

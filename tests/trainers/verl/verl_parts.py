@@ -1,4 +1,4 @@
-"""An agent loop of verl's registry (`rollout.agent.agent_loop_config_path`) that loses the log-prob of one token."""
+"""What verl calls by path: the task, and an agent loop of its registry that loses the log-prob of one token."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -6,6 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
+    """The share of the answer's characters that are letters, digits or punctuation."""
+    return sum("!" <= letter <= "~" for letter in solution_str) / max(len(solution_str), 1)
 
 
 class MissingLogProbLoop(SingleTurnAgentLoop):

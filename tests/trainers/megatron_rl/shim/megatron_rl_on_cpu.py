@@ -43,7 +43,7 @@ def full_precision(module: Any) -> None:
 
 
 def own_environment(module: Any) -> None:
-    module.AGENT_REGISTRY["TinyAgent"] = "tiny_task:TinyAgent"
+    module.AGENT_REGISTRY["TinyAgent"] = "tiny_engine:TinyAgent"
 
 
 def own_engine(module: Any) -> None:
