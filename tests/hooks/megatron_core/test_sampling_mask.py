@@ -6,7 +6,6 @@ That every parallel layout gives the same with them is in `test_adapter`, half o
 from __future__ import annotations
 
 import math
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +49,7 @@ def nucleus(row: Tensor) -> list[int]:
 
 
 KEPT = [nucleus(row) for row in ROLLOUT]
+assert all(1 < len(kept) < V for kept in KEPT)  # the filters cut something everywhere
 
 
 def filtered(logits: Tensor) -> Tensor:
@@ -104,10 +104,6 @@ def hooked(samples: list[Sample], theta: Tensor) -> tuple[Tensor, Tensor]:
     return -theta.grad, mp.correct(packed, mp.MismatchConfig(**EXACT)).weights[::2]
 
 
-def test_the_filters_cut_something_everywhere() -> None:
-    assert all(1 < len(kept) < V for kept in KEPT)
-
-
 def test_mean_ratio_is_the_kept_mass_without_masks_and_one_with_them() -> None:
     """Sequence level, so the kept mass of a whole response: Σ π_θ over what can be drawn, at least p² for μ itself."""
     mu = log_likelihood(filtered(ROLLOUT)).exp()
@@ -115,10 +111,7 @@ def test_mean_ratio_is_the_kept_mass_without_masks_and_one_with_them() -> None:
         mass = float(log_likelihood(table.log_softmax(-1)).exp().sum())
         assert float((mu * hooked(everything(masks=False), table)[1]).sum()) == pytest.approx(mass, rel=1e-12)
         assert float((mu * hooked(everything(masks=True), table)[1]).sum()) == pytest.approx(1.0, rel=1e-12)
-    equal = log_likelihood(ROLLOUT.log_softmax(-1)).exp().sum()
-    assert TOP_P**2 <= float(equal) < 0.9
-    single = torch.stack([row.softmax(-1)[kept].sum() for row, kept in zip(ROLLOUT, KEPT, strict=True)])
-    assert bool((single >= TOP_P).all()) and bool((single <= 1).all())
+    assert TOP_P**2 <= float(log_likelihood(ROLLOUT.log_softmax(-1)).exp().sum()) < 0.9
 
 
 def test_the_gradient_is_that_of_the_policy_filtered_as_the_sampler_was() -> None:
@@ -187,18 +180,10 @@ def test_samples_keep_the_log_probs_that_fit_and_say_what_is_biased() -> None:
         sampling={"top_p": 0.9},
         weight_versions=spans_of(["v3", "v4"]),
     )
-    packed = make_batch([drawn], version_numbers={"v3": 3, "v4": 4}).packed
+    packed = make_batch([drawn], version_numbers={"v3": 3, "v4": 4}, trainer_version=4).packed
+    assert packed.trainer_version == 4
     assert packed.rollout_log_probs is not None and packed.rollout_log_probs.tolist() == [-0.5, 0.0]
     assert packed.weight_versions is not None and packed.weight_versions.tolist() == [3, 4]
     with pytest.warns(mp.MismatchWarning, match="top_p=0.9 without the sampling mask"):
         packed = make_batch([one.replace(sampling={"top_p": 0.9})]).packed
     assert packed.rollout_log_probs is not None and packed.rollout_log_probs.tolist() == [-1.0, -2.0]
-
-
-def test_the_trainer_s_version_reaches_the_packed_batch() -> None:
-    samples = [
-        sample.replace(weight_versions=spans_of([1, 2])) for sample, _ in product(everything(True)[:1], range(2))
-    ]
-    batch = make_batch(samples, trainer_version=4)
-    assert batch.packed.trainer_version == 4 and batch.packed.weight_versions is not None
-    assert batch.packed.weight_versions.tolist() == [1, 2, 1, 2]
