@@ -15,6 +15,7 @@ settings.load_profile("without a clock")
 
 # What a reason for skipping holds → what to do to run those tests. Each reason in the suite matches exactly one.
 HOW = {
+    "full suite": "make test-all",
     "host source absent": "set MISMATCH_HOST_SRC to a folder with the checkouts of docs/hosts.md",
     "verl": "make test-verl",
     r"TRL|SkyRL|prime-rl": "make test-trl, test-skyrl, test-prime-rl",

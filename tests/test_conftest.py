@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import how_to_run, not_run
+from tests.full import FULL, a_few, pairwise
 
 
 def test_the_line_counts_causes():
@@ -24,6 +25,14 @@ def test_every_reason_has_its_way():
         how_to_run(reason)
     with pytest.raises(ValueError, match="is not in"):
         how_to_run("too lazy")
+
+
+def test_a_drawn_matrix_has_every_pair_and_the_ends_of_every_list():
+    rows = pairwise(range(3), "ab", [True, False])
+    for first, second, sizes in ((0, 1, 6), (0, 2, 6), (1, 2, 4)):
+        assert len({(row[first], row[second]) for row in rows}) == sizes
+    assert len(rows) == 12 if FULL else len(rows) < 9
+    assert a_few(range(9), 3) == (list(range(9)) if FULL else [0, 4, 8])
 
 
 def skip_reasons(path: Path) -> Iterator[str]:
