@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from mismatch_plugin.hooks.tree import put, read_overrides, text
 from mismatch_plugin.hooks.verl import config as verl_settings
 from mismatch_plugin.hooks.verl import launch as verl
 from mismatch_plugin.launch.__main__ import prepare
-from tests.hooks.contracts.launch_trees import launch, run
+from tests.hooks.contracts.launch_trees import ROOT, launch, run
 
 _RC, _ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
 _LOSS_MODE = f"{_ACTOR}.policy_loss.loss_mode"
@@ -59,7 +58,8 @@ def _tree(plan: Plan) -> dict[str, Any]:
         ("--use-rollout-log-probs", 1, True, "ppo_clip"),
         ("--use-tis --tis-level geometric --tis-mode clip --tis-lower-bound 0", 2, False, "ppo_clip"),
         ("--use-rollout-log-probs --use-tis --tis-level sequence", 3, True, "reinforce"),
-        ("--mismatch-preset decoupled_geo_rs", 0, False, "ppo_clip"),
+        # Switches that are on the line already stay.
+        (f"{_RC}.bypass_mode=true {_RC}.loss_type=reinforce --use-rollout-log-probs --use-tis", 3, True, "reinforce"),
     ],
 )
 def test_flags_become_verl_s_switches_and_our_block(
@@ -74,14 +74,9 @@ def test_flags_become_verl_s_switches_and_our_block(
     assert config.algorithm == algorithm
     assert f"algorithm {algorithm}" in plan.lines[0]
     assert tree["trainer"] == {"nnodes": 1}
+    assert not ("=reinforce" in line and any(token.startswith(f"{_RC}.loss_type") for token in plan.added))
     if "geometric" in line:
         assert (config.tis.level, config.tis.mode, config.tis.lower_bound) == ("geometric", "clip", 0.0)
-
-
-def test_switches_that_are_on_the_line_already_stay(tmp_path: Path) -> None:
-    plan = _verl(tmp_path, f"{_RC}.bypass_mode=true {_RC}.loss_type=reinforce --use-rollout-log-probs --use-tis")
-    assert not any(token.startswith((f"{_RC}.bypass_mode", f"{_RC}.loss_type")) for token in plan.added)
-    assert verl_settings.check_tree(_tree(plan)) is not None
 
 
 @pytest.mark.parametrize(
@@ -94,7 +89,6 @@ def test_switches_that_are_on_the_line_already_stay(tmp_path: Path) -> None:
         ("actor_rollout_ref.rollout.calculate_log_probs=false --use-tis", "calculate_log_probs=false contradicts"),
         (f"{_RC}.mismatch.use_tis=true --use-tis", "mismatch.use_tis is on the line next to the plugin's flags"),
         ("--use-tis --mismatch-eps-clip-low 0.1", "ppo.eps_clip_low 0.1 contradicts .*clip_ratio"),
-        ("--use-tis --tis-levle token", "did you mean --tis-level"),
     ],
 )
 def test_verl_s_own_settings_win_or_stop(line: str, message: str, tmp_path: Path) -> None:
@@ -143,10 +137,12 @@ def test_the_loss_by_itself_is_described_as_what_verl_s_own_keys_make_of_it(more
 @pytest.mark.parametrize(
     ("use_v1", "counted"),
     [
-        ("", "before"), (" trainer.n_gpus_per_node=8", "before"), (" trainer.use_v1=false", "after"),
-        (" trainer={use_v1:false}", "after"), (" +rollout.nnodes=1", "after"),
+        ("", "before"),
+        (" trainer.use_v1=false", "after"),
+        (" trainer={use_v1:false}", "after"),
+        (" +rollout.nnodes=1", "after"),
     ],
-)  # fmt: skip
+)
 def test_the_block_says_that_verl_s_v1_trainers_count_before_rejection(
     use_v1: str, counted: str, tmp_path: Path
 ) -> None:
@@ -166,6 +162,10 @@ def test_another_loss_of_verl_s_is_named_with_what_ours_needs(tmp_path: Path) ->
     ) in plan.lines
     with pytest.raises(ValueError, match=f"needs our loss in the workers: add {_LOSS_MODE}=mismatch and"):
         _verl(tmp_path, f"{_RC}.bypass_mode=true +{_RC}.mismatch.metrics=full {_LOSS_MODE}=gspo")
+    assert "objective: gspo, ratio in [0.8, 1.2]" in plan.lines
+    unknown = _verl(tmp_path, f"+{_RC}.mismatch.use_tis=true {_LOSS_MODE}=clip_cov").lines
+    assert any(line.startswith("loss in the workers: verl's own clip_cov, with") for line in unknown)
+    assert not any(line.startswith("objective: ") for line in unknown)
 
 
 @pytest.mark.parametrize(
@@ -223,15 +223,9 @@ def test_verl_s_losses_and_ours_that_cannot_be_had_together(line: str, message: 
         _verl(tmp_path, line)
 
 
-def test_another_loss_of_verl_s_has_no_objective_of_ours(tmp_path: Path) -> None:
-    lines = _verl(tmp_path, f"+{_RC}.mismatch.use_tis=true {_LOSS_MODE}=clip_cov").lines
-    assert any(line.startswith("loss in the workers: verl's own clip_cov, with") for line in lines)
-    assert not any(line.startswith("objective: ") for line in lines)
-    own = _verl(tmp_path, f"+{_RC}.mismatch.use_tis=true {_LOSS_MODE}=gspo").lines
-    assert "objective: gspo, ratio in [0.8, 1.2]" in own
-
-
 def test_the_entry_point_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = '[project.entry-points."verl.plugins"]\nmismatch_plugin = "mismatch_plugin.hooks.verl_plugin"'
+    assert declared in (ROOT / "pyproject.toml").read_text()
     here = SimpleNamespace(name="mismatch_plugin")
     monkeypatch.setattr(verl, "entry_points", lambda group: [here] if group == "verl.plugins" else [])
     verl.validate_registration()
@@ -245,14 +239,6 @@ def test_the_entry_point_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> N
         verl.validate_registration()
 
 
-def test_the_package_declares_the_entry_point() -> None:
-    """In its own metadata, where it is installed, or in pyproject.toml."""
-    text_of = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert '[project.entry-points."verl.plugins"]\nmismatch_plugin = "mismatch_plugin.hooks.verl_plugin"' in text_of
-    found = importlib.metadata.entry_points(group="verl.plugins")
-    assert all(entry.value == "mismatch_plugin.hooks.verl_plugin" for entry in found if entry.name == "mismatch_plugin")
-
-
 # NeMo-RL --------------------------------------------------------------------------------------------------------------
 
 
@@ -260,36 +246,34 @@ def _nemo(folder: Path, line: str, yaml: str = "loss_fn: {ratio_clip_min: 0.2}\n
     script = _script(folder, "nemo_rl.algorithms.grpo")
     base = "loss_fn: {token_level_loss: false, ratio_clip_max: 0.3}\npolicy: {max_total_sequence_length: 8192}\n"
     (folder / "base.yaml").write_text(base)
-    (folder / "grpo.yaml").write_text(f"defaults: base.yaml\n{yaml}")
-    return prepare([str(script), "--config", str(folder / "grpo.yaml"), *line.split()])[3]
+    (folder / "grpo.yaml").write_text(yaml if "defaults" in yaml else f"defaults: base.yaml\n{yaml}")
+    config = [] if "--config" in line else ["--config", str(folder / "grpo.yaml")]
+    return prepare([str(script), *config, *line.split()])[3]
 
 
-@pytest.mark.parametrize(
-    ("line", "algorithm"),
-    [
-        ("--use-tis --tis-level sequence --tis-upper-bound 3", 2),
-        ("--use-rollout-log-probs", 1),
-        ("--use-rollout-log-probs --use-tis --tis-level geometric", 3),
-    ],
-)
-def test_flags_become_the_block_of_nemo_rl(line: str, algorithm: int, tmp_path: Path) -> None:
-    plan = _nemo(tmp_path, f"grpo.num_prompts_per_step=8 {line}")
+def test_flags_become_the_block_of_nemo_rl(tmp_path: Path) -> None:
+    """Next to what its YAML file and that one's defaults hold."""
+    plan = _nemo(tmp_path, "grpo.num_prompts_per_step=8 --use-tis --tis-level sequence --tis-upper-bound 3")
     section: dict[str, Any] = {"token_level_loss": False, "ratio_clip_min": 0.2, "ratio_clip_max": 0.3}
     for name, value in read_overrides(plan.argv).items():
         if name.startswith("loss_fn."):
             put(section, name.removeprefix("loss_fn."), value)
     config = nemo_rl_settings.settings({"loss_fn": section})
-    assert (config.algorithm, config.aggregation) == (algorithm, "seq-mean-token-mean")
-    assert f"algorithm {algorithm}" in plan.lines[0]
-    assert "by the step's sequences" in "\n".join(plan.lines)
-    if algorithm != 3:
-        assert config.ppo.eps_clip_high == 0.3
+    assert (config.algorithm, config.aggregation, config.ppo.eps_clip_high) == (2, "seq-mean-token-mean", 0.3)
+    assert "algorithm 2" in plan.lines[0] and "by the step's sequences" in "\n".join(plan.lines)
 
 
 @pytest.mark.parametrize(
     ("line", "yaml", "message"),
     [
         ("--use-tis", "loss_fn: {mismatch: {use_tis: true}}\n", "is set next to the plugin's flags"),
+        (
+            "--use-tis",
+            "loss_fn: &a {mismatch: *a}\n",
+            r"grpo\.yaml is not valid YAML or JSON: .* each alias \(\*\) counted in full",
+        ),
+        ("--use-tis --config nowhere.yaml", "loss_fn: {}\n", r"nowhere\.yaml does not exist: give --config FILE"),
+        ("--use-tis", "defaults: [grpo.yaml]\n", r"grpo\.yaml is among its own defaults: take it out"),
         (
             "--use-tis --mismatch-objective gspo loss_fn.use_cispo=true",
             "loss_fn: {}\n",
@@ -302,22 +286,6 @@ def test_flags_become_the_block_of_nemo_rl(line: str, algorithm: int, tmp_path: 
 def test_nemo_rl_s_own_settings_win_or_stop(line: str, yaml: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         _nemo(tmp_path, line, yaml)
-
-
-def test_a_nemo_rl_configuration_that_never_ends_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"grpo\.yaml is not valid YAML or JSON: .* each alias \(\*\) counted in full"):
-        _nemo(tmp_path, "--use-tis", "loss_fn: &a {mismatch: *a}\n")
-    script = _script(tmp_path, "nemo_rl.algorithms.grpo")
-    (tmp_path / "a.yaml").write_text("defaults: b.yaml\n")
-    (tmp_path / "b.yaml").write_text("defaults: [a.yaml]\n")
-    with pytest.raises(ValueError, match=r"a\.yaml is among its own defaults: take it out"):
-        prepare([str(script), "--config", str(tmp_path / "a.yaml"), "--use-tis"])
-
-
-def test_a_configuration_that_is_missing(tmp_path: Path) -> None:
-    script = _script(tmp_path, "nemo_rl")
-    with pytest.raises(ValueError, match=r"grpo_math_1B\.yaml does not exist: give --config FILE"):
-        prepare([str(script), "--use-tis"])
 
 
 def test_the_longest_response_is_nemo_rl_s_and_verl_s_own(tmp_path: Path) -> None:
@@ -333,49 +301,26 @@ def test_the_longest_response_is_nemo_rl_s_and_verl_s_own(tmp_path: Path) -> Non
     assert warned == {"the defaults' file", "verl"}
 
 
-_SETUP, _OURS = "from nemo_rl.algorithms.grpo import setup", "import mismatch_plugin.hooks.nemo_rl as ours"
-
-
-@pytest.mark.parametrize(
-    ("script", "loss"),
-    [
-        (f"{_SETUP}\n{_OURS}\nours.install()", "MismatchLoss"),
-        (f"{_OURS}\nours.install()\n{_SETUP}", "MismatchLoss"),
-        (f"{_OURS}\n{_SETUP}", "Loss"),
-    ],
-)
-def test_install_puts_our_loss_before_or_after_setup_was_imported(script: str, loss: str, tmp_path: Path) -> None:
-    path = _nemo_tree(tmp_path / "tree")
-    made = "type(setup({'loss_fn': {'mismatch': {'use_tis': True}}})[1]).__name__"
-    path.write_text(f"{script}\nprint('GIVEN [\"' + {made} + '\"]')\n")
-    done = run(path, "")
-    assert done.given == [loss], done.errors
-
-
-def test_setup_is_wrapped_before_the_script_takes_it(tmp_path: Path) -> None:
-    """The script prints the loss it got."""
-    script = _nemo_tree(tree := tmp_path / "tree")
-    script.write_text(
-        "import sys, yaml\nfrom nemo_rl.algorithms.grpo import setup\n"
-        "print(sys.argv[3:])\n"
-        "config = {'loss_fn': {'mismatch': yaml.safe_load(sys.argv[-1].split('=', 1)[1])}}\n"
-        "print('GIVEN ' + '[\"%s\"]' % type(setup(config)[1]).__name__)\n"
-    )
-    (tree / "grpo.yaml").write_text("loss_fn: {}\n")
-    done = launch(script, f"--config {tree / 'grpo.yaml'} --use-tis")
-    assert done.given == ["MismatchLoss"], done.errors
-    assert "+loss_fn.mismatch={use_tis: true}" in done.printed
-
-
-def _nemo_tree(tree: Path) -> Path:
-    """A stand-in for nemo_rl whose setup returns a loss; the place of a script next to it."""
-    (tree / "nemo_rl" / "algorithms").mkdir(parents=True)
-    for folder in (tree / "nemo_rl", tree / "nemo_rl" / "algorithms"):
+@pytest.mark.parametrize("launched", [True, False])
+def test_setup_gets_our_loss_wherever_the_script_has_imported_it(launched: bool, tmp_path: Path) -> None:
+    """By the launcher, before the script takes it; by `install`, after. A stand-in for nemo_rl: its setup returns a
+    loss, and the script prints which."""
+    algorithms = tmp_path / "tree" / "nemo_rl" / "algorithms"
+    algorithms.mkdir(parents=True)
+    for folder in (algorithms.parent, algorithms):
         (folder / "__init__.py").write_text("")
-    (tree / "nemo_rl" / "algorithms" / "grpo.py").write_text(
-        "class Loss:\n    input_type = loss_type = None\n\n\ndef setup(config):\n    return ('policy', Loss())\n"
+    loss = "class Loss:\n    input_type = loss_type = None\n\n\n"
+    (algorithms / "grpo.py").write_text(f"{loss}def setup(config):\n    return ('policy', Loss())\n")
+    install = "import mismatch_plugin.hooks.nemo_rl as ours\nours.install()\n"
+    script, config = tmp_path / "tree" / "run.py", tmp_path / "tree" / "grpo.yaml"
+    config.write_text("loss_fn: {}\n")
+    script.write_text(
+        f"import sys\nfrom nemo_rl.algorithms.grpo import setup\nprint(sys.argv[3:])\n{'' if launched else install}"
+        "print('GIVEN [\"%s\"]' % type(setup({'loss_fn': {'mismatch': {'use_tis': True}}})[1]).__name__)\n"
     )
-    return tree / "run.py"
+    done = launch(script, f"--config {config} --use-tis") if launched else run(script, "")
+    assert done.given == ["MismatchLoss"], done.errors
+    assert ("+loss_fn.mismatch={use_tis: true}" in done.printed) == launched
 
 
 # Hydra's grammar ------------------------------------------------------------------------------------------------------
