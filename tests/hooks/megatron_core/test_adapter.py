@@ -44,7 +44,7 @@ def hook_of(line: str, **model: Any) -> MegatronLoss:
         (f"{NORMALIZED} {BYPASS}", MOE, "there is also: MoE aux loss"),
         (f"{NORMALIZED} {BYPASS}", {"mtp_num_layers": 1}, "there is also: MTP"),
         (f"{NORMALIZED} {BYPASS}", {"num_moe_experts": 4, "moe_z_loss_coeff": 0.1}, "there is also: MoE z-loss"),
-        (f"{BYPASS} {REJECTS}", MEAN, "algorithm 1 knows .* calculate_per_token_loss is off"),
+        (f"{BYPASS} {REJECTS}", MEAN, "algorithm 1 knows .*calculate_per_token_loss is off"),
         (f"{BYPASS} {REJECTS}", MOE, "MoE aux loss"),
         (f"{BYPASS} --use-tis {REJECTS} --mismatch-kl-coef 0.1", {}, "a KL term"),
         (CURRENT, MEAN, "--rs-policy current knows its accepted tokens only after the step"),
