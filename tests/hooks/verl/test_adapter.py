@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import importlib
 import re
 import sys
@@ -17,10 +18,13 @@ import torch
 import mismatch_plugin as mp
 from examples.benchmarks.counting import count
 from mismatch_plugin.hooks.base import wrap_once
+from mismatch_plugin.hooks.hosts import VERL
 from mismatch_plugin.hooks.verl import describe, settings
 from mismatch_plugin.hooks.verl.config import check_tree
 from mismatch_plugin.hooks.verl.driver import begin_tracking, correct_rollout_batch, log_step, pack_trained
+from mismatch_plugin.hooks.verl.launch import plan
 from mismatch_plugin.hooks.verl.loss import verl_token_loss as token_loss
+from mismatch_plugin.launch.command_line import read_command_line
 from mismatch_plugin.report.log import read_steps
 from mismatch_plugin.report.state import merged_metrics
 
@@ -90,7 +94,7 @@ def test_verls_keys_and_ours_make_one_configuration(
     assert (config.algorithm, config.tis.level, config.tis.mode) == (algorithm, level, mode)
 
 
-def test_settings_that_verl_has_no_name_for() -> None:
+def test_what_verl_has_no_name_for_and_its_clip_bounds() -> None:
     ours = {
         "tis": {"mode": "clip", "lower_bound": 0.3},
         "rs": {"criteria": ["sequence_max:k2:0.5"], "veto_threshold": 1e-4},
@@ -102,12 +106,18 @@ def test_settings_that_verl_has_no_name_for() -> None:
     assert (config.tis.lower, config.tis.upper, config.rs.veto_threshold) == (0.3, 2.0, 1e-4)
     assert [criterion.name for criterion in config.criteria] == ["token_ratio", "sequence_max_k2"]  # verl's and ours
     assert (config.denominator, config.rollout_log_prob_policy, config.metrics) == ("original", "neutral", "full")
-
-
-def test_batch_normalisation_has_the_scope_that_verl_gives() -> None:
-    driver = settings(block(rollout_is="token", rollout_is_batch_normalize=True))
-    worker = settings(block(rollout_is="sequence", rollout_is_batch_normalize=True, **REINFORCE))
-    assert (driver.tis.batch_normalize_scope, worker.tis.batch_normalize_scope) == ("rollout_batch", "micro_batch")
+    for mode, scope in (({}, "rollout_batch"), (REINFORCE, "micro_batch")):
+        config = settings(block(rollout_is="token", rollout_is_batch_normalize=True, **mode))
+        assert config.tis.batch_normalize_scope == scope
+    actor = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 4.0}
+    own = {"policy_loss": {"rollout_correction": block({"ppo": {"eps_clip_high": 0.28}}, bypass_mode=True)}}
+    config = settings({**actor, **own})
+    assert (config.ppo.eps_clip_low, config.ppo.eps_clip_high, config.ppo.dual_clip) == (0.2, 0.28, 4.0)
+    with pytest.raises(ValueError, match=r"ppo.eps_clip_high 0.28 contradicts .*clip_ratio_c, which makes it 0.3"):
+        settings({**actor, **own, "clip_ratio_high": 0.3})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # verl's default clip bounds give no note in REINFORCE
+        settings({**actor, "policy_loss": {"rollout_correction": block(rollout_is="sequence", **REINFORCE)}})
 
 
 @pytest.mark.parametrize(
@@ -148,15 +158,6 @@ def test_contradictions_are_refused_with_what_to_change(correction: dict[str, An
         settings(correction)
 
 
-def test_clip_bounds_are_the_actors_and_ours_may_not_differ() -> None:
-    correction = block({"ppo": {"eps_clip_high": 0.28}}, bypass_mode=True)
-    actor = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 4.0}
-    config = settings({**actor, "policy_loss": {"rollout_correction": correction}})
-    assert (config.ppo.eps_clip_low, config.ppo.eps_clip_high, config.ppo.dual_clip) == (0.2, 0.28, 4.0)
-    with pytest.raises(ValueError, match=r"ppo.eps_clip_high 0.28 contradicts .*clip_ratio_c, which makes it 0.3"):
-        settings({**actor, "clip_ratio_high": 0.3, "policy_loss": {"rollout_correction": correction}})
-
-
 def test_a_mistake_is_found_before_training_starts() -> None:
     ours = block({"metrics": "basic"}, **REINFORCE)
     config = check_tree(tree(ours, "mismatch", ours))
@@ -190,6 +191,15 @@ def test_the_block_says_what_runs() -> None:
     lines = describe(settings(ours), tree(ours, "mismatch", ours))
     assert "loss in the workers: the plugin's; loss_mode mismatch is algorithm 2 here" in lines
     assert any(line.startswith("weights, rejection and metrics are made by verl's own function") for line in lines)
+    for ours, threshold, said in (
+        ({"metrics": "basic"}, "0.5_5.0", "rollout_batch, accepted units only (verl's own: all, the rejected as 0)"),
+        (None, "0.5_5.0", "rollout_batch, the rejected as 0"),  # verl's own function makes the weights
+        ({"metrics": "basic"}, 5.0, "rollout_batch"),
+    ):
+        bounds = {"rollout_is": "token", "rollout_is_threshold": threshold, "rollout_is_batch_normalize": True}
+        correction = block(ours, **bounds)
+        lines = describe(settings(correction), tree(correction, "mismatch", correction))
+        assert f"batch normalisation over: {said}" in lines
 
 
 V1, V0, FULLY_ASYNC = (
@@ -217,36 +227,17 @@ def test_the_block_says_what_the_trainer_divides_by(trainer: dict[str, Any], cou
             check_tree(host)
 
 
-@pytest.mark.parametrize(
-    ("ours", "threshold", "said"),
-    [
-        ({"metrics": "basic"}, "0.5_5.0", "rollout_batch, accepted units only (verl's own: all, the rejected as 0)"),
-        (None, "0.5_5.0", "rollout_batch, the rejected as 0"),  # verl's own function makes the weights
-        ({"metrics": "basic"}, 5.0, "rollout_batch"),
-    ],
-)
-def test_the_block_says_what_batch_normalisation_is_over(ours: Any, threshold: Any, said: str) -> None:
-    correction = block(ours, rollout_is="token", rollout_is_threshold=threshold, rollout_is_batch_normalize=True)
-    lines = describe(settings(correction), tree(correction, "mismatch", correction))
-    assert f"batch normalisation over: {said}" in lines
-
-
 # The loss and the driver ----------------------------------------------------------------------------------------------
 
 
-def test_decoupled_without_weights_from_the_driver_is_refused() -> None:
+def test_what_stops_the_loss_and_a_log_prob_that_is_neutral() -> None:
     data = padded()
     arguments = (data["rollout"], data["current"], data["advantages"], MASK.bool())
-    with pytest.raises(ValueError, match="calculate_log_probs=true"):
-        token_loss(*arguments, settings(block(rollout_is="token")))
-    losses, _, _ = token_loss(*arguments, settings(block(rollout_is="token")), torch.zeros(MASK.shape))
-    assert not losses.any()
-
-
-def test_a_log_prob_that_is_none_stops_the_loss_or_is_neutral() -> None:
-    data = padded()
+    weighted = settings(block(rollout_is="token"))
+    with pytest.raises(ValueError, match="calculate_log_probs=true"):  # decoupled, and no weights from the driver
+        token_loss(*arguments, weighted)
+    assert not token_loss(*arguments, weighted, torch.zeros(MASK.shape))[0].any()
     data["rollout"][1, 3] = torch.nan
-    arguments = (data["rollout"], data["current"], data["advantages"], MASK.bool())
     with pytest.raises(mp.InvalidLogProbError, match="sequence 1, position 3"):
         token_loss(*arguments, settings(block(bypass_mode=True)))
     config = settings(block({"rollout_log_prob_policy": "neutral"}, bypass_mode=True))
@@ -267,14 +258,6 @@ def test_a_training_log_prob_that_is_not_finite_is_dropped_without_a_trace(denom
     (gradient,) = torch.autograd.grad((losses * mask).sum(), log_prob)
     assert torch.isfinite(losses).all() and torch.isfinite(gradient).all() and gradient[1, 3] == 0
     assert metrics["rollout_corr/invalid_train_not_finite"] == 1 and mask[1, 3] == (denominator == "original")
-
-
-def test_verls_default_clip_bounds_give_no_note_in_reinforce() -> None:
-    actor = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        config = settings({**actor, "policy_loss": {"rollout_correction": block(rollout_is="sequence", **REINFORCE)}})
-    assert config.algorithm == 3
 
 
 def rollout_batch(data: dict[str, torch.Tensor]) -> Any:
@@ -333,25 +316,30 @@ def test_the_driver_syncs_at_most_once(ours: dict[str, Any]) -> None:
     assert len(few.syncs) <= 1 and few.syncs == many.syncs and few.kernels == many.kernels
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
+@pytest.mark.parametrize("ours", [{}, {"dry_run": True}])
+def test_a_driver_that_rejects_everything_or_tries_it_leaves_the_mask(ours: dict[str, Any]) -> None:
+    config = settings(block({"rs": {"criteria": ["token:k2:1e-12"]}, **ours}))
+    batch, metrics = correct_rollout_batch(rollout_batch(padded()), config)
+    assert torch.equal(batch.batch["response_mask"], MASK)
+    assert ("rollout_is_weights" in batch.batch) == (not ours)
+    assert ours or not batch.batch["rollout_is_weights"].any()
+    assert metrics["rollout_corr/rollout_rs_token_k2_masked_fraction"] == 1.0
+    assert ours or metrics["rollout_corr/all_rejected"] == 1.0
+
+
+def test_batches_that_the_driver_refuses() -> None:
+    data, config = padded(), settings(block(rollout_is="token"))
+    for change, sentence in (
         ({"rollout_log_probs": torch.zeros(4, 5)}, "rollout_log_probs has shape (4, 5), response_mask (4, 6)"),
         ({"response_mask": MASK * 2}, "response_mask of row 0 holds values other than 0 and 1"),
-    ],
-)
-def test_a_batch_that_does_not_fit_is_refused_on_the_driver(change: dict[str, Any], sentence: str) -> None:
-    batch = rollout_batch(padded())
-    batch.batch |= change
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        correct_rollout_batch(batch, settings(block({"metrics": "basic"})))
-
-
-def test_an_invalid_log_prob_is_named_by_its_place_in_verl_s_batch() -> None:
-    data = padded()
+    ):
+        batch = rollout_batch(data)
+        batch.batch |= change
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            correct_rollout_batch(batch, config)
     data["rollout"][1, 3] = torch.nan
     with pytest.raises(mp.InvalidLogProbError, match="sequence 1, position 3 is missing or NaN"):
-        correct_rollout_batch(rollout_batch(data), settings(block(rollout_is="token")))
+        correct_rollout_batch(rollout_batch(data), config)
     correct_rollout_batch(rollout_batch(data), settings(block({"metrics": "basic"})))  # here only metrics read it
 
 
@@ -425,21 +413,13 @@ def test_only_metrics_whose_average_means_something_are_handed_over() -> None:
     assert {f"rollout_corr/{name}" for name in kept} <= metrics.keys()
 
 
-def test_the_driver_keeps_the_mask_where_nothing_is_left() -> None:
-    config = settings(block({"rs": {"criteria": ["token:k2:1e-12"]}}))
-    batch, metrics = correct_rollout_batch(rollout_batch(padded()), config)
-    assert torch.equal(batch.batch["response_mask"], MASK) and not batch.batch["rollout_is_weights"].any()
-    assert metrics["rollout_corr/all_rejected"] == 1.0
-
-
-def test_a_dry_run_changes_nothing_on_the_driver() -> None:
-    config = settings(block({"rs": {"criteria": ["token:k2:1e-12"]}, "dry_run": True}))
-    batch, metrics = correct_rollout_batch(rollout_batch(padded()), config)
-    assert torch.equal(batch.batch["response_mask"], MASK) and "rollout_is_weights" not in batch.batch
-    assert metrics["rollout_corr/rollout_rs_token_k2_masked_fraction"] == 1.0
-
-
-# What is recorded of verl ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool])
+def test_long_rows_are_cut_where_they_end_whatever_the_masks_dtype(dtype: torch.dtype) -> None:
+    mask = torch.zeros(3, 3001)
+    mask[0], mask[1, 5:1003] = 1.0, 1.0
+    data = {"response_mask": mask.to(dtype), "old_log_probs": -torch.ones_like(mask), "rollout_log_probs": -mask}
+    packed = pack_trained(data)
+    assert packed.lengths == (3001, 1003, 0) and int(packed.loss_mask.sum()) == 3001 + 998
 
 
 def test_a_verl_that_cannot_be_registered_with_is_said_aloud(
@@ -452,10 +432,38 @@ def test_a_verl_that_cannot_be_registered_with_is_said_aloud(
     assert "loss_mode mismatch will be unknown" in caplog.text
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.bool, torch.uint8])
-def test_long_rows_are_cut_where_they_end_whatever_the_masks_dtype(dtype: torch.dtype) -> None:
-    mask = torch.zeros(3, 3001)
-    mask[0], mask[1, 5:1003] = 1.0, 1.0
-    data = {"response_mask": mask.to(dtype), "old_log_probs": -torch.ones_like(mask), "rollout_log_probs": -mask}
-    packed = pack_trained(data)
-    assert packed.lengths == (3001, 1003, 0) and int(packed.loss_mask.sum()) == 3001 + 998
+# Groups ---------------------------------------------------------------------------------------------------------------
+
+
+class Estimator(str, enum.Enum):
+    """As verl has them."""
+
+    GAE = "gae"
+    GRPO = "grpo"
+
+
+@pytest.mark.parametrize("estimator", ["gae", Estimator.GAE, "rloo", Estimator.GRPO, "grpo_vectorized", None])
+def test_groups_want_advantages_within_a_prompt(estimator: Any) -> None:
+    def checked(group: str) -> Any:
+        rs = {"criteria": ["sequence_mean:k3:0.1"], "group": group}
+        algorithm = {"rollout_correction": {"mismatch": {"rs": rs}}, "adv_estimator": estimator}
+        return check_tree({"algorithm": algorithm, "actor_rollout_ref": {"actor": {"policy_loss": {}}, "rollout": {}}})
+
+    assert checked("keep") is not None
+    name = getattr(estimator, "value", estimator)
+    if name is None or "grpo" in name:
+        assert checked("exclude") is not None
+        return
+    with pytest.raises(ValueError, match=rf"rs\.group exclude .*, and algorithm\.adv_estimator {name} compares other"):
+        checked("exclude")
+
+
+def test_the_launcher_reads_the_estimator_of_the_line() -> None:
+    def added(line: str) -> str:
+        return " ".join(plan(VERL, read_command_line(line.split(), {}), None).added)
+
+    flags = "--use-tis --rs-criterion sequence_mean:k3:0.1 --rs-group drop --rs-min-group 2"
+    assert "min_group" in added(f"algorithm.adv_estimator=grpo {flags}")
+    assert "min_group" in added(flags), "it may be in a YAML file: verl's own configuration is checked when it is read"
+    with pytest.raises(ValueError, match="adv_estimator gae compares other ones: choose grpo"):
+        added(f"algorithm.adv_estimator=gae {flags}")
