@@ -14,6 +14,7 @@ import torch
 import mismatch_plugin as mp
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.hooks.megatron_core import MegatronLoss, adapter, make_batch
+from mismatch_plugin.hooks.megatron_core.model import logits_with_labels
 from mismatch_plugin.log_probs import Backend, LogProbs
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.report.log import write_step
@@ -85,7 +86,7 @@ def test_a_head_that_is_no_plain_column_parallel_linear_is_refused() -> None:
     class Scaled(ColumnParallelLinear):
         pass
 
-    heads = {
+    heads: dict[str, Any] = {
         "is a Linear": torch.nn.Linear(2, 3, bias=False),
         "has a bias": torch.nn.Linear(2, 3),
         "is a Scaled": Scaled.__new__(Scaled),
@@ -95,6 +96,21 @@ def test_a_head_that_is_no_plain_column_parallel_linear_is_refused() -> None:
         model = SimpleNamespace(post_process=True, output_layer=head)
         with pytest.raises(ValueError, match=f"this one {message}: leave it out"), hidden_states(model, []):
             pass
+
+
+def test_another_number_of_losses_than_expected_is_refused() -> None:
+    model = SimpleNamespace(compute_language_model_loss=lambda labels, logits: logits.sum())
+    found: list[torch.Tensor] = []
+
+    def run(layers: int) -> None:
+        with logits_with_labels(SimpleNamespace(module=model), layers):
+            found.extend(model.compute_language_model_loss(None, torch.zeros(2, 1, 3)) for _ in range(2))
+
+    run(1)
+    assert [one.shape for one in found] == [(), (1, 2, 3)]
+    model.compute_language_model_loss = lambda labels, logits: logits.sum()
+    with pytest.raises(RuntimeError, match="megatron computed 2 losses for 2 MTP layers and one head"):
+        run(2)
 
 
 def test_the_start_block_says_where_log_probs_come_from() -> None:

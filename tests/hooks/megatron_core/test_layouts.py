@@ -7,7 +7,6 @@ MISMATCH_FULL=1 runs every row in every layout; else a few layouts, each with it
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -76,11 +75,6 @@ PARTS = [Layout("tp2", tp=2), Layout("pp2", pp=2), Layout("cp2", cp=2), Layout("
 # Data -----------------------------------------------------------------------------------------------------------------
 
 
-def kept_ids(response_ids: Sequence[int]) -> list[list[int]]:
-    """What a sampler's filters may have left at each token: the sampled id and two thirds of the others."""
-    return [[token, *(i for i in range(VOCAB) if (i + at) % 3 and i != token)] for at, token in enumerate(response_ids)]
-
-
 def samples() -> tuple[Sample, ...]:
     """Uneven lengths; one response of one token, one without a trained token, prompts longer than responses. Every
     other sample was drawn from what filters kept."""
@@ -93,16 +87,19 @@ def samples() -> tuple[Sample, ...]:
     for i, (prompt, response) in enumerate([(3, 9), (5, 14), (2, 1), (7, 6), (4, 11), (1, 5), (16, 3), (2, 8)]):
         mask = (torch.rand(response, generator=generator) < 0.8).int().tolist()
         mask = [1] if response == 1 else [0] * response if i == 5 else mask
+        response_ids = ids(response)
         sample = Sample(
             advantages=float(torch.randn((), generator=generator)),
             weight_versions=spans_of(torch.randint(3, 6, (response,), generator=generator).tolist()),
             prompt_ids=ids(prompt),
-            response_ids=ids(response),
+            response_ids=response_ids,
             loss_mask=mask,
             sample_id=f"s{i}",
         )
-        kept = kept_ids(sample.response_ids.tolist()) if i % 2 else [[]] * response
-        made.append(sample.replace(kept_ids=kept))
+        kept = [
+            [token, *(i for i in range(VOCAB) if (i + at) % 3 and i != token)] for at, token in enumerate(response_ids)
+        ]
+        made.append(sample.replace(kept_ids=kept if i % 2 else [[]] * response))
     return tuple(made)
 
 
@@ -133,10 +130,6 @@ def data(model: Model = ()) -> tuple[Sample, ...]:
     return tuple(made)
 
 
-def without_old() -> tuple[Sample, ...]:
-    return tuple(sample.replace(train_log_probs=[]) for sample in data())
-
-
 # The rows -------------------------------------------------------------------------------------------------------------
 
 SEQUENCE = {"use_tis": True, "tis": {"level": "sequence", "upper_bound": 1.3}}
@@ -161,6 +154,7 @@ CURRENT = {"criteria": ["sequence_max:k2:0.5", "sequence_mean:ratio:0.9:1.1@nega
 
 
 def rows() -> dict[str, Run]:
+    without_old = tuple(sample.replace(train_log_probs=[]) for sample in data())
     gspo = {"objective": "gspo", "ppo": {"eps_clip_low": 0.1, "eps_clip_high": 0.1}}
     maxima = {"criteria": ["sequence_max:binary_kl:0.004", "token:ratio:0.6:1.7"], "veto_threshold": 0.45}
     return {
@@ -169,7 +163,7 @@ def rows() -> dict[str, Run]:
         "normalized, entropy, fused": Run({**NORMALIZED, **ENTROPY, **FUSED}, 4),
         "bypass, rejection": Run({**BYPASS, "rs": CRITERIA, **ORIGINAL, **KL}, 4),
         "reinforce by sequence": Run({**SEQUENCE, **BYPASS, **SUMS, "length_norm": 8.0}, 4, "bshd"),
-        "old absent": Run({"rs": CRITERIA, **ORIGINAL}, 4, samples=without_old()),
+        "old absent": Run({"rs": CRITERIA, **ORIGINAL}, 4, samples=without_old),
         "normalized by micro-batch": Run({**weights(batch_normalize=True, batch_normalize_scope="micro_batch")}),
         "temperature": Run({**weights("token"), **BYPASS, **ENTROPY}, 4, temperature=0.7),
         "everything rejected": Run({**SEQUENCE, **ALL_REJECTED}, 4),
@@ -193,8 +187,9 @@ def rows() -> dict[str, Run]:
 
 def per_token_rows() -> dict[str, Run]:
     """Those that need `calculate_per_token_loss`."""
+    without_old = tuple(sample.replace(train_log_probs=[]) for sample in data())
     return {
-        "normalized, old absent": Run(NORMALIZED, 4, samples=without_old()),
+        "normalized, old absent": Run(NORMALIZED, 4, samples=without_old),
         "reinforce normalized": Run({**NORMALIZED, **BYPASS, "rs": CRITERIA, **ORIGINAL}, 4, "bshd"),
         "reinforce, rejection": Run({**weights("geometric", "mask"), **BYPASS, "rs": CRITERIA, **ACCEPTED}, 4),
         "bypass by sequence, rejection": Run({**BYPASS, "rs": CRITERIA, **ACCEPTED, **SUMS, "length_norm": 8.0}, 4),
@@ -299,6 +294,7 @@ def test_the_rows_differ_and_reject_something() -> None:
 def planted(layout: Layout, folder: Path) -> dict[str, Run]:
     """Steps that fail, or do something else than train, of two micro-batches a rank."""
     chosen = data()
+    without_old = tuple(sample.replace(train_log_probs=[]) for sample in chosen)
     values = chosen[3].rollout_log_probs.copy()
     values[chosen[3].loss_mask.nonzero()[0][-1]] = float("nan")
     broken = (*chosen[:3], chosen[3].replace(behaviour_log_probs=values), *chosen[4:])
@@ -313,8 +309,8 @@ def planted(layout: Layout, folder: Path) -> dict[str, Run]:
         "mixed": Run(config, 2, samples=mixed),
         "gate": Run({**config, "gate_kl": 0.999 * k3_kl}, 2),
         "open gate": Run({**config, "gate_kl": 1.001 * k3_kl}, 2),
-        "accepted": Run({"rs": CRITERIA, **ACCEPTED, **ENTROPY}, samples=without_old()),
-        "deferred": Run({**NORMALIZED, **ENTROPY}, samples=without_old()),
+        "accepted": Run({"rs": CRITERIA, **ACCEPTED, **ENTROPY}, samples=without_old),
+        "deferred": Run({**NORMALIZED, **ENTROPY}, samples=without_old),
         "report": Run({**SEQUENCE, "report_dir": str(folder / layout.name)}, 2),
         "again": Run({**SEQUENCE, "report_dir": str(folder / layout.name)}, 2),
     }
@@ -414,25 +410,14 @@ def test_each_loss_keeps_its_weight(layout: Layout) -> None:
         assert_gradients(ranks[0][number].gradients, expected, 1e-5)
 
 
-def even_samples() -> tuple[Sample, ...]:
-    """Of one length that every layout cuts without padding, which the router would count, too."""
-    values: dict[str, Any] = {name: [-2.0 - 0.1 * i for i in range(12)] for name in ("rollout_log_probs",)}
-    return tuple(
-        Sample(
-            prompt_ids=[1, 2, 3, 4],
-            response_ids=[*sample.response_ids.tolist(), *range(12)][:12],
-            advantages=float(sample.advantages[0]) if sample.advantages is not None else None,
-            train_log_probs=values["rollout_log_probs"],
-            **values,
-        )
-        for sample in data()[:4]
-    )
-
-
 def test_expert_losses_weigh_the_same_in_every_layout() -> None:
     """One micro-batch without padding: what megatron alone makes weaker by the ranks that share a sequence is not."""
-    settings = {**MOE, "moe_aux_loss": 3.0}
-    one = Layout("one", settings=settings, samples=even_samples(), runs=(Run(SEQUENCE, 1, "bshd"),))
+    settings, values = {**MOE, "moe_aux_loss": 3.0}, [-2.0 - 0.1 * i for i in range(12)]
+    even = tuple(  # of one length that every layout cuts without padding, which the router would count, too
+        Sample([*range(i, i + 12)], prompt_ids=[1, 2, 3, 4], advantages=i - 2.5, rollout_log_probs=values)
+        for i in range(4)
+    )
+    one = Layout("one", settings=settings, samples=even, runs=(Run(SEQUENCE, 1, "bshd"),))
     others = [
         replace(one, name="tp2+sp", tp=2, settings={**settings, **SEQUENCE_PARALLEL}),
         replace(one, name="cp2", cp=2),
@@ -445,36 +430,6 @@ def test_expert_losses_weigh_the_same_in_every_layout() -> None:
         assert not ranks[0][0].error, ranks[0][0].error
         assert_gradients(ranks[0][0].gradients, expected, 1e-6)
     assert all("need sequence_parallel" in rank[0].error for rank in refused)
-
-
-# The model's part -----------------------------------------------------------------------------------------------------
-
-
-def run_as_if(case: tuple[Layout, int]) -> str:
-    """A batch through the model, its losses answered as if it had that many MTP layers: the error, or nothing."""
-    from mismatch_plugin.hooks.megatron_core.model import logits_with_labels, mtp_arguments
-    from tests import megatron_cpu as megatron
-
-    layout, layers = case
-    megatron.initialize_parallel()
-    settings = model_settings(layout)
-    model = megatron.build_model(settings)[0]
-    (batch,) = micro_batches(layout, Run({}), ParallelGroups.from_megatron(), settings, 0, 1)
-    inputs = {"packed_seq_params": batch.padded_seq_params, **mtp_arguments(batch, torch.ones(()))}
-    try:
-        with logits_with_labels(model, layers):
-            output = model(batch.tokens, batch.position_ids, None, **inputs)
-    except RuntimeError as error:
-        return str(error)
-    assert output.shape[:2] == batch.tokens.shape and output.dim() == 3
-    return ""
-
-
-def test_another_number_of_losses_than_expected_is_refused() -> None:
-    layout = Layout("mtp", settings=MTP, samples=data())
-    fitting, another = [rank[0] for rank in launch(run_as_if, [(layout, 1), (layout, 2)], 1)]
-    assert not fitting
-    assert "megatron computed 2 losses for 2 MTP layers and one head" in another
 
 
 def largest_tensors(layout: Layout) -> dict[bool, int]:

@@ -133,14 +133,6 @@ def test_the_gradient_is_that_of_the_policy_filtered_as_the_sampler_was() -> Non
     assert all(float(row[out].abs().max()) == 0.0 for row, out in zip(gradient(filtered), dropped, strict=True))
 
 
-def test_tokens_under_the_loss_mask_need_no_mask_of_their_own() -> None:
-    samples = [everything(True)[0].replace(loss_mask=[0, 1], kept_ids=[[], KEPT[1]], response_ids=[4, KEPT[1][0]])]
-    batch = make_batch(samples, dtype=torch.float64)
-    assert batch.sampling_mask is not None and batch.sampling_mask.offsets.tolist() == [0, len(KEPT[1])]
-    assert batch.sampling_mask.token_ids.tolist() == KEPT[1]
-    assert make_batch(everything(False)).sampling_mask is None
-
-
 def test_masks_of_other_tokens_are_refused_by_sample_and_position() -> None:
     first, second, *_ = everything(True)
     lost = second.replace(sample_id="q7", kept_ids=[second.kept_ids[0], [9]])  # type: ignore[index]

@@ -93,7 +93,7 @@ def test_what_the_launcher_hands_over_is_read_the_same_and_the_block_says_what_r
     assert [part for part in parts if part not in text] == []
     megatron_rl.start(_args(line))  # a patched tree without the launcher
     assert "host: megatron-lm " in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="^mismatch_plugin: .* needs the inference log-probs"):
+    with pytest.raises(SystemExit, match=r"^mismatch_plugin: .* needs the inference log-probs"):
         megatron_rl.start(_args("--use-tis"))
 
 
