@@ -414,7 +414,13 @@ def test_expert_losses_weigh_the_same_in_every_layout() -> None:
     """One micro-batch without padding: what megatron alone makes weaker by the ranks that share a sequence is not."""
     settings, values = {**MOE, "moe_aux_loss": 3.0}, [-2.0 - 0.1 * i for i in range(12)]
     even = tuple(  # of one length that every layout cuts without padding, which the router would count, too
-        Sample([*range(i, i + 12)], prompt_ids=[1, 2, 3, 4], advantages=i - 2.5, rollout_log_probs=values)
+        Sample(
+            prompt_ids=[1, 2, 3, 4],
+            response_ids=[*range(i, i + 12)],
+            advantages=i - 2.5,
+            rollout_log_probs=values,
+            train_log_probs=values,
+        )
         for i in range(4)
     )
     one = Layout("one", settings=settings, samples=even, runs=(Run(SEQUENCE, 1, "bshd"),))

@@ -19,7 +19,6 @@ from mismatch_plugin.data.versions import spans_of
 from mismatch_plugin.hooks.megatron_core import MegatronLoss, make_batch
 from mismatch_plugin.log_probs import vocab_parallel_log_probs
 from mismatch_plugin.parallel.groups import ParallelGroups
-from tests.fixtures.sglang_check.policies import logits_of, recorded
 
 V, TOP_P = 5, 0.75
 EXACT: dict[str, Any] = {
@@ -144,24 +143,6 @@ def test_masks_of_other_tokens_are_refused_by_sample_and_position() -> None:
         make_batch([first, second.replace(kept_ids=None)])
     with pytest.raises(ValueError, match="sample 1 has kept_ids and no behaviour_log_probs, the log-probs over them"):
         make_batch([first, second.replace(behaviour_log_probs=None)])
-
-
-def test_a_real_server_s_masks_make_its_own_weights_agree() -> None:
-    """SGLang on CPU, top_k 20 and top_p 0.8, and the model that it served."""
-    records = recorded("float32_sampling_mask")
-    batch = make_batch([record.replace(advantages=1.0) for record in records])
-    logits = torch.cat(logits_of("float32", records))
-    assert len(logits) == len(batch.targets)  # one row a response token: all train
-    own: dict[bool, Tensor] = {}
-    for masked in (True, False):
-        mask = batch.sampling_mask if masked else None
-        temperature = records[0].sampling.temperature
-        found = vocab_parallel_log_probs(logits, batch.targets, temperature=temperature, sampling_mask=mask).log_probs
-        packed = batch.packed.replace(old_log_probs=found)
-        metrics = mp.correct(packed, mp.MismatchConfig(use_tis=True)).statistics.metrics()
-        own[masked] = torch.tensor([metrics["rollout_corr/rollout_is_ratio_mean"], metrics["rollout_corr/k3_kl"]])
-    assert own[True].tolist() == pytest.approx([1.0, 0.0], abs=1e-4)
-    assert 0.7 < float(own[False][0]) < 0.95
 
 
 def test_samples_keep_the_log_probs_that_fit_and_say_what_is_biased() -> None:
