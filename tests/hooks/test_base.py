@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from argparse import Namespace
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -13,19 +12,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.data.sampling import filter_bias
-from mismatch_plugin.hooks import megatron_rl, miles, slime
 from mismatch_plugin.hooks.base import given_settings, wrap_once
 from mismatch_plugin.hooks.hosts import HOSTS, SLIME, VERL, find_host
-from mismatch_plugin.hooks.nemo_rl import config as nemo_rl
-from mismatch_plugin.hooks.verl import config as verl
 from mismatch_plugin.hooks.version import read_version, validate_megatron_version, version_line
 from mismatch_plugin.launch.__main__ import prepare
 from tests.hooks.contracts.launch_trees import ROOT, ray_tree
-from tests.hooks.contracts.slime_data import arguments
 from tests.hooks.contracts.slime_source import host_root
 
 
@@ -166,80 +159,3 @@ def test_an_old_megatron_is_refused_before_the_script_runs(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"megatron-core 0\.15\.0 is too old: .* 0\.16 or newer"):
         prepare([str(script), "--use-tis"])
     assert prepare([str(script)])[3].added == ()  # nothing of ours, nothing to refuse
-
-
-# Sampling filters -----------------------------------------------------------------------------------------------------
-
-METRIC = "rollout_corr/rollout_is_ratio_mean"
-
-
-def _block(host: str, top_p: float | None = None, top_k: int | None = None, **more: Any) -> str:
-    """What the start-up block says of filters; None: as the host has it."""
-    given = {name: value for name, value in {"top_p": top_p, "top_k": top_k}.items() if value is not None}
-    if host in ("slime", "miles"):
-        module = {"slime": slime, "miles": miles}[host]
-        args = arguments(host, **{f"rollout_{name}": value for name, value in given.items()})
-        lines = module.describe(module.settings(args), args)
-    elif host == "verl":
-        rc = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token", "mismatch": {"metrics": "off"}}
-        actor = {"policy_loss": {"rollout_correction": rc}}
-        tree = {"algorithm": {"rollout_correction": rc}}
-        tree["actor_rollout_ref"] = {"actor": actor, "rollout": {"top_p": 1.0, "top_k": -1, **given, **more}}
-        lines = verl.describe(verl.settings(tree), tree)
-    elif host == "nemo-rl":
-        master = {"loss_fn": {"mismatch": {}}, "policy": {"generation": {"top_p": 1.0, "top_k": None, **given}}}
-        lines = nemo_rl.describe(nemo_rl.settings(master), master)
-    else:
-        args = Namespace(**{f"rl_default_{name}": value for name, value in given.items()}, **more)
-        lines = megatron_rl.describe(megatron_rl.settings(args), args)
-    return "".join(line for line in lines if line.removeprefix("! ").startswith("sampling filter: "))
-
-
-HIDDEN, SHOWN, REPLAYED = f"{METRIC} does not show it", f"{METRIC} shows it", "the ids that SGLang (with slime's patch)"
-RAW, PROCESSED = {"name": "vllm", "logprobs_mode": "raw_logprobs"}, "inference_dynamic_batching_logprobs_mode"
-FILTERS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
-    *((host, {}, ()) for host in ("slime", "miles", "verl", "nemo-rl", "megatron-lm")),
-    ("megatron-lm", {"top_p": 1.0}, ()),
-    *(
-        (host, {"top_p": 0.9}, ("top_p 0.9 without a sampling mask", "for equal engines in [0.9, 1]", METRIC))
-        for host in ("miles", "verl", "megatron-lm")
-    ),
-    *((host, {"top_k": 20}, ("no bound is known", "top_k 20")) for host in ("miles", "verl", "megatron-lm")),
-    ("miles", {"top_p": 0.9, "top_k": 20}, ("no bound is known",)),
-    ("slime", {"top_p": 0.9}, (REPLAYED,)),
-    ("slime", {"top_p": 0.9, "top_k": 20}, (REPLAYED,)),
-    ("slime", {"top_k": 20}, ("no bound is known", "slime passes no mask on")),
-    ("nemo-rl", {"top_p": 0.9}, ("top_p 0.9, top_k None; NeMo-RL cuts the trainer's logits", METRIC)),
-    ("nemo-rl", {"top_k": 20}, ("top_k 20",)),
-    # Whether the metric shows it depends on the engine's log-probs.
-    ("miles", {"top_p": 0.9}, (HIDDEN,)),
-    ("verl", {"top_p": 0.9, "name": "sglang"}, (HIDDEN,)),
-    ("verl", {"top_p": 0.9, "name": "vllm"}, (f"; {SHOWN}. verl",)),
-    ("verl", {"top_p": 0.9, **RAW}, (HIDDEN,)),
-    ("verl", {"top_p": 0.9, "name": "trtllm"}, (f"{SHOWN} if the engine renormalises",)),
-    ("megatron-lm", {"top_p": 0.9}, (HIDDEN,)),
-    ("megatron-lm", {"top_p": 0.9, PROCESSED: "processed_logprobs"}, (f"{SHOWN}. Megatron-LM RL",)),
-]
-
-
-@pytest.mark.parametrize(("host", "given", "parts"), FILTERS)
-def test_the_block_says_what_filters_leave_in_the_ratio(host: str, given: dict[str, Any], parts: Any) -> None:
-    said = _block(host, **given)
-    assert bool(said) == bool(parts) and [part for part in parts if part not in said] == []
-
-
-@pytest.mark.parametrize("renormalised", [True, False])
-def test_the_sentence_is_true(renormalised: bool) -> None:
-    """Equal engines, every token of a top-p sampler in its exact share: the metric is the kept mass or 1, as said."""
-    probabilities, top_p = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64), 0.6
-    kept = probabilities[:2]
-    drawn = torch.tensor([0] * 4 + [1] * 3)  # 4/7 and 3/7: the kept ids' shares
-    engine = (kept / kept.sum() if renormalised else kept).log()
-    packed = mp.PackedSequences.from_lists(
-        rollout_log_probs=[engine[drawn]], train_log_probs=[probabilities.log()[drawn]], loss_masks=[[1] * 7]
-    )
-    mean = mp.correct(packed, mp.MismatchConfig(use_tis=True)).statistics.metrics()[METRIC]
-    said = filter_bias(top_p=top_p, renormalised=renormalised)
-    assert f"in [{top_p:g}, 1]" in said and top_p <= float(kept.sum()) <= 1
-    assert ("does not show it" in said) == (not renormalised)
-    assert mean == pytest.approx(0.7 if renormalised else 1.0)

@@ -52,7 +52,7 @@ def _run(folder: Path, source: str, line: str = "--use-tis") -> tuple[Outcome, b
     """(what came of slime's script with these lines, whether x.py has run)."""
     script = ray_tree(folder / "tree", "slime")
     script.write_text(f"{_HEAD}os.chdir({str(script.parent)!r})\n{source}\n")
-    (script.parent / "x.py").write_text("open('started', 'a').write('x')\n")
+    (script.parent / "x.py").write_text("from pathlib import Path\nPath('started').touch()\n")
     (script.parent / "site-packages" / "ray").mkdir(parents=True)
     (script.parent / "site-packages" / "ray" / "monitor.py").write_text("")
     return launch(script, line), (script.parent / "started").exists()

@@ -16,11 +16,9 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.hooks.base import Plan
 from mismatch_plugin.hooks.megatron_rl import adapter as megatron_rl
 from mismatch_plugin.hooks.megatron_rl.adapter import TABLE
 from mismatch_plugin.hooks.megatron_step import MegatronStep
-from mismatch_plugin.launch.__main__ import prepare
 from mismatch_plugin.parallel.groups import ParallelGroups
 from tests.distributed import launch as distributed
 from tests.hooks.contracts.launch_trees import ROOT, launch, megatron_tree, run
@@ -62,25 +60,6 @@ def test_megatron_s_own_values_are_read(line: str, algorithm: int, level: str, b
         assert (config.ppo.eps_clip_low, config.ppo.eps_clip_high) == (0.01, 0.3)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (
-            f"{_ON} --use-tis --tis-upper-bound 3 --rl-importance-sampling-truncation-coef 2",
-            "--tis-upper-bound 3.0 contradicts Megatron-LM's --rl-importance-sampling-tr",
-        ),
-        (f"{_ON} --mismatch-kl-coef 0.001 --mismatch-kl-type k1", "kl-type k1 cannot be had in Megatron-LM: leave it"),
-        *(
-            (line, "needs the inference log-probs, .* without --rl-inference-logprobs-is-corr")
-            for line in ("--use-tis", "--use-rollout-log-probs", "--rs-criterion token:k2:0.5")
-        ),
-    ],
-)
-def test_settings_that_megatron_s_own_rule_out(line: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        megatron_rl.settings(_args(line))
-
-
 def test_what_the_launcher_hands_over_is_read_the_same_and_the_block_says_what_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -88,9 +67,6 @@ def test_what_the_launcher_hands_over_is_read_the_same_and_the_block_says_what_r
     handed = {"use_tis": True, "tis": {"level": "sequence"}}
     config = megatron_rl.settings(_args(line))
     assert config == megatron_rl.settings(_args(_ON, mismatch_settings=handed))
-    text = "\n".join(megatron_rl.describe(config, Namespace(bf16=True, rl_use_sequence_packing=True), masked=False))
-    parts = ("algorithm 2", "sequence level", "as in Megatron", "each micro-batch", "half precision", "0.0", "no l")
-    assert [part for part in parts if part not in text] == []
     megatron_rl.start(_args(line))  # a patched tree without the launcher
     assert "host: megatron-lm " in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"^mismatch_plugin: .* needs the inference log-probs"):
@@ -98,10 +74,6 @@ def test_what_the_launcher_hands_over_is_read_the_same_and_the_block_says_what_r
 
 
 # The launcher ---------------------------------------------------------------------------------------------------------
-
-
-def _plan(folder: Path, line: str, patched: bool = False) -> Plan:
-    return prepare([str(megatron_tree(folder / "tree", patched)), *line.split()])[3]
 
 
 def test_without_the_patch_two_functions_are_replaced(tmp_path: Path) -> None:
@@ -124,8 +96,6 @@ def test_a_patched_tree_has_every_level_and_needs_no_launcher(tmp_path: Path) ->
         assert done.given is not None, done.errors
         config = megatron_rl.settings(Namespace(**done.given["args"]))
         assert (config.algorithm, config.tis.level, config.rs.veto_threshold) == (3, "sequence", 1e-4)
-    lines = "\n".join(prepare([str(script), *line.split()])[3].lines)
-    assert "half precision" in lines and "no loss mask" not in lines
 
 
 def test_another_megatron_is_refused_and_one_without_our_flags_is_left_alone(tmp_path: Path) -> None:
@@ -136,55 +106,6 @@ def test_another_megatron_is_refused_and_one_without_our_flags_is_left_alone(tmp
     assert done.given is not None, done.errors
     assert done.given["functions"] == ["megatron.rl.rl_utils"] * 2
     assert "mismatch_settings" not in done.given["args"]
-
-
-_GSPO = "--mismatch-objective gspo --use-tis --grpo-clamp-eps-lower 3 --grpo-clamp-eps-upper 4e-4 --bf16"
-
-
-@pytest.mark.parametrize(
-    ("line", "said", "unsaid"),
-    [
-        (_GSPO, ("objective: gspo, ratio in [0, 1.0004]", "half precision"), ()),
-        ("--use-tis --bf16", ("objective: ppo, ratio in [0.99, 1.01]",), ("half precision",)),
-        ("--use-tis --tis-level sequence", ("! --tis-level sequence over 2560 tokens",), ()),
-        ("--use-tis --tis-level sequence --inference-max-seq-length 64", (), ("! --tis-level",)),
-        ("--mismatch-preset disabled", ("algorithm 0: PPO",), ("no loss mask",)),
-    ],
-)
-def test_the_block_of_a_patched_tree(line: str, said: Any, unsaid: Any, tmp_path: Path) -> None:
-    text = "\n".join(_plan(tmp_path, line, patched=True).lines)
-    assert [part for part in said if part not in text] == [part for part in unsaid if part in text] == []
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--use-tis --tis-level sequence", "cannot be had: level sequence. Apply the patch"),
-        ("--use-tis --mismatch-metrics basic", "cannot be had: --mismatch-metrics basic. Apply the patch"),
-        ("--mismatch-preset disabled", "cannot be had: a run that only measures. Apply the patch .mismatch-plugin"),
-        (
-            f"{_ON} --use-rollout-log-probs",
-            f"{_ON} weighs the loss .algorithm 2., but .* choose algorithm 1: add --use-t",
-        ),
-        (
-            "--rl-importance-sampling-truncation-coef 2 --rs-criterion token:k2:0.5",
-            "--rl-importance-sampling-truncation-coef weighs the loss .algorithm 2., but .* algorithm 0",
-        ),
-        ("--use-tis --no-rl-inference-logprobs-is-correction", "keeps the inference log-probs from the loss"),
-        ("--use-tis --mismatch-metrics off", ""),
-        ("--rs-criterion token:k2:0.5", ""),
-        ("--use-rollout-log-probs", ""),
-        ("--mismatch-objective cispo", ""),
-        ("--mismatch-rollout-kl-coef 1e-3", ""),
-        ("--rs-criterion token:tv:0.15@away --rs-policy current", ""),
-    ],
-)
-def test_what_an_unpatched_tree_has(line: str, message: str, tmp_path: Path) -> None:
-    if message:
-        with pytest.raises(ValueError, match=message):
-            _plan(tmp_path, line)
-        return
-    assert "! no loss mask without the patch: token level only, no metrics" in _plan(tmp_path, line).lines
 
 
 _READ = """

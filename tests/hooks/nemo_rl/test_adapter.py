@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import re
 import sys
 import warnings
 from pathlib import Path
@@ -149,18 +148,6 @@ def test_equals_policy_loss_whole_and_row_by_row(name: str, token_level: bool) -
         assert metrics[key] == pytest.approx(theirs[key], rel=1e-9, abs=1e-12), key
 
 
-def test_a_token_that_is_only_measured_and_invalid_counts_as_one_on_which_both_agree() -> None:
-    """NeMo-RL's count of the step has it; the metrics are those of the same batch with ratio 1 there."""
-    log_probs, data = batch()
-    data["generation_logprobs"][1, 4] = data["prev_logprobs"][1, 4]
-    loss = build({}, **NO_KL)
-    whole = call(loss, log_probs, data, float(MASK.sum()), 3.0)[2]
-    data["generation_logprobs"][1, 4] = torch.nan
-    without = call(loss, log_probs, data, float(MASK.sum()), 3.0)[2]
-    for name in ("rollout_is_mean", "rollout_is_ratio_mean", "accepted_token_fraction", "kl", "k3_kl", "chi2_token"):
-        assert without[f"rollout_corr/{name}"] == pytest.approx(whole[f"rollout_corr/{name}"], rel=1e-12), name
-
-
 def test_old_log_probs_are_read_only_where_they_are_needed() -> None:
     log_probs, data = batch()
     without = {key: value for key, value in data.items() if key != "prev_logprobs"}
@@ -194,102 +181,18 @@ def test_what_stops_a_micro_batch() -> None:
         call(build(BLOCKS["3 token"], **NO_KL), log_probs, data, 9, 3)
 
 
-# Settings -------------------------------------------------------------------------------------------------------------
-
-
-def test_nemo_rls_own_correction_is_understood() -> None:
-    def tis(**host: Any) -> mp.MismatchConfig:
-        return build({}, use_importance_sampling_correction=True, **host).config
-
-    def typed(kind: str, low: float | None, high: float) -> mp.MismatchConfig:
-        name = "truncated_importance_sampling"
-        return tis(**{f"{name}_type": kind, f"{name}_ratio": high, f"{name}_ratio_min": low})
-
-    # Without a type NeMo-RL bounds nothing, whatever its ratio says: our bound holds.
-    for bound in ({}, {"truncated_importance_sampling_ratio": None}):
-        assert tis(**bound).replace(denominator="auto") == mp.preset("token_is")
-    with pytest.raises(ValueError, match="truncated_importance_sampling_ratio is None, which is not a number"):
-        tis(truncated_importance_sampling_type="tis", truncated_importance_sampling_ratio=None)
-    clip = typed("tis", None, 2.0).tis
-    assert (clip.mode, clip.lower_bound, clip.upper_bound, clip.level) == ("clip", 0.0, 2.0, "token")
-    assert typed("icepop", 0.5, 5.0).tis.mode == "mask"
-    masked = typed("seq-mask-tis", 0.999, 1.002)
-    assert [(c.name, c.lower_bound, c.upper_bound) for c in masked.criteria] == [("sequence_mean_ratio", 0.999, 1.002)]
-    assert settings({"mismatch": {"preset": "pg_is"}}).algorithm == 3
+def test_settings_by_hand() -> None:
+    """NeMo-RL's configuration as an object, a preset in our block, and misspelt settings."""
     section = SimpleNamespace(model_dump=lambda: {"ratio_clip_min": 0.1, "mismatch": {"use_rollout_log_probs": True}})
     config = settings(SimpleNamespace(loss_fn=section))
     assert (config.algorithm, config.ppo.eps_clip_low, config.denominator) == (1, 0.1, "original")
-
-
-@pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
-def test_nemo_rls_switches_are_objectives() -> None:
-    cispo = build({}, use_cispo=True, ratio_clip_min=2.0, ratio_clip_max=0.3).config
-    assert (cispo.objective, cispo.ppo.eps_clip_low, cispo.ppo.eps_clip_high) == ("cispo", 1.0, 0.3)
-    gspo: dict[str, Any] = {"sequence_level_importance_ratios": True, "token_level_loss": False}
-    config = build({}, **gspo, ratio_clip_min=3e-4, ratio_clip_max=4e-4).config
-    assert (config.objective, config.ppo.eps_clip_high, config.algorithm) == ("gspo", 4e-4, 0)
-    # As NeMo-RL weighs it.
-    assert build({}, **gspo, use_importance_sampling_correction=True).config.tis.level == "sequence"
-    ours = build({"tis": {"upper_bound": 3.0}}, **gspo, use_importance_sampling_correction=True).config
-    assert (ours.tis.level, ours.tis.upper_bound) == ("sequence", 3.0)
-    plain = build({}, disable_ppo_ratio=True).config
-    assert (plain.algorithm, plain.objective, plain.policy_objective) == (0, "reinforce", "reinforce")
-    both = {"use_tis": True, "use_rollout_log_probs": True, "tis": {"level": "sequence"}}
-    assert build(both, disable_ppo_ratio=True).config.algorithm == 3  # REINFORCE already
-    forced = {"disable_ppo_ratio": True, "force_on_policy_ratio": True, "mismatch": {}}
-    assert settings(forced).objective == "ppo"  # whose ratio is 1
-    assert "disable_ppo_ratio: no effect next to force_on_policy_ratio" in "\n".join(describe(settings(forced), forced))
-    host = {**gspo, "mismatch": {}}
-    assert "objective: gspo, ratio in [0.8, 1.2]" in describe(settings(host), host)
-    host = {"mismatch": BLOCKS["3 sequence"], "use_importance_sampling_correction": True}
-    lines = "\n".join(describe(settings(host), host))
-    assert "algorithm 3: REINFORCE + IS" in lines and "force_on_policy_ratio=true skips it" in lines
-    assert "use_importance_sampling_correction has no effect" in lines
-    assert "divided as in NeMo-RL: by the step's tokens; rejected ones still count" in lines
-
-
-@pytest.mark.parametrize(
-    ("host", "block", "sentence"),
-    [
-        ({"use_cispo": True, "disable_ppo_ratio": True}, {}, "disable_ppo_ratio and use_cispo make different losses"),
-        (
-            {"use_cispo": True}, {"objective": "gspo"},
-            "sequence_level_importance_ratios, which makes it cispo",
-        ),
-        (
-            {"sequence_level_importance_ratios": True}, {"use_tis": True, "use_rollout_log_probs": True},
-            "loss_fn.sequence_level_importance_ratios clips π_θ/π_old, and algorithm 3 is REINFORCE",
-        ),
-        ({"positive_example_nll_weight": 0.1}, {}, "likelihood"),
-        (
-            {}, {"use_tis": True, "tis": {"batch_normalize": True, "batch_normalize_scope": "step"}},
-            "tis.batch_normalize_scope step is not what NeMo-RL gives in algorithm 2: choose micro_batch or auto",
-        ),
-        ({}, {"use_tsi": True}, "did you mean use_tis"),
-        ({}, {"preset": "pg_iss"}, "did you mean pg_is"),
-        ({"use_importance_sampling_correction": True}, {"preset": "disabled"}, "has none: switch it off"),
-        ({"use_importance_sampling_correction": True}, {"use_tis": False}, "has none: switch it off"),
-        (
-            {
-                "use_importance_sampling_correction": True, "truncated_importance_sampling_type": "tis",
-                "truncated_importance_sampling_ratio": 2.0,
-            },
-            {"tis": {"upper_bound": 3.0}},
-            "tis.upper_bound 3.0 contradicts NeMo-RL's loss_fn.truncated_importance_sampling_…, which makes it 2.0",
-        ),
-        (
-            {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0},
-            {"use_rollout_log_probs": True},
-            "is next to mismatch.use_rollout_log_probs",
-        ),
-    ],
-)  # fmt: skip
-@pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
-def test_contradictions_are_refused_with_what_to_change(
-    host: dict[str, Any], block: dict[str, Any], sentence: str
-) -> None:
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        settings({**host, "mismatch": block})
+    assert settings({"mismatch": {"preset": "pg_is"}}).algorithm == 3
+    assert describe(config, {"loss_fn": {"mismatch": {}}})[0] == "algorithm 1: bypass PPO"
+    for block, message in (({"use_tsi": True}, "did you mean use_tis"), ({"preset": "pg_iss"}, "did you mean pg_is")):
+        with pytest.raises(ValueError, match=message):
+            settings({"mismatch": block})
+    with pytest.raises(ValueError, match="has none: switch it off"):
+        settings({"use_importance_sampling_correction": True, "mismatch": {"use_tis": False}})
 
 
 # Where it is put ------------------------------------------------------------------------------------------------------

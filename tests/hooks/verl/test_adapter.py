@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import importlib
 import re
 import sys
@@ -18,32 +17,22 @@ import torch
 import mismatch_plugin as mp
 from examples.benchmarks.counting import count
 from mismatch_plugin.hooks.base import wrap_once
-from mismatch_plugin.hooks.hosts import VERL
-from mismatch_plugin.hooks.verl import describe, settings
+from mismatch_plugin.hooks.verl import settings
 from mismatch_plugin.hooks.verl.config import check_tree
 from mismatch_plugin.hooks.verl.driver import begin_tracking, correct_rollout_batch, log_step, pack_trained
-from mismatch_plugin.hooks.verl.launch import plan
 from mismatch_plugin.hooks.verl.loss import verl_token_loss as token_loss
-from mismatch_plugin.launch.command_line import read_command_line
 from mismatch_plugin.report.log import read_steps
 from mismatch_plugin.report.state import merged_metrics
 
-DEFAULTS: dict[str, Any] = {
-    "rollout_is": None,
-    "rollout_is_threshold": 2.0,
-    "rollout_is_batch_normalize": False,
-    "rollout_rs": None,
-    "rollout_rs_threshold": None,
-    "bypass_mode": False,
-    "loss_type": "ppo_clip",
-}
 REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}
 MASK = torch.tensor([[1, 1, 0, 1, 0, 0], [1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]])
 
 
 def block(mismatch: dict[str, Any] | None = None, **correction: Any) -> dict[str, Any]:
     """A rollout_correction block as verl's YAML file gives it, with ours in it."""
-    return {**DEFAULTS, **correction} | ({} if mismatch is None else {"mismatch": mismatch})
+    own = {"rollout_is": None, "rollout_rs": None, "rollout_rs_threshold": None, "rollout_is_threshold": 2.0}
+    own |= {"rollout_is_batch_normalize": False, "bypass_mode": False, "loss_type": "ppo_clip"}
+    return {**own, **correction} | ({} if mismatch is None else {"mismatch": mismatch})
 
 
 def tree(correction: dict[str, Any], loss_mode: str = "vanilla", seen: Any = None, **rollout: Any) -> dict[str, Any]:
@@ -67,48 +56,17 @@ def padded(seed: int = 0) -> dict[str, torch.Tensor]:
     return {name: value.masked_fill(MASK == 0, torch.nan) for name, value in data.items()}
 
 
-# Settings -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("correction", "algorithm", "level", "mode"),
-    [
-        (block(), 0, "token", "truncate"),
-        (block(rollout_is="sequence"), 2, "sequence", "truncate"),
-        (block(rollout_is="token", rollout_is_threshold="0.5_5.0"), 2, "token", "mask"),
-        (block(bypass_mode=True), 1, "token", "truncate"),
-        (block(**REINFORCE), 3, "none", "truncate"),
-        (block(rollout_is="sequence", **REINFORCE), 3, "sequence", "truncate"),
-        (block({"use_tis": True, "tis": {"level": "geometric", "mode": "clip"}}), 2, "geometric", "clip"),
-        (block({"tis": {"level": "geometric", "mode": "mask"}}, **REINFORCE), 3, "geometric", "mask"),
-        (block({"tis": {"mode": "clip"}}, rollout_is="sequence"), 2, "sequence", "clip"),
-        (block({"preset": "pg_is"}, **REINFORCE), 3, "sequence", "truncate"),
-        (block({"preset": "seq_mis"}), 2, "sequence", "truncate"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
-def test_verls_keys_and_ours_make_one_configuration(
-    correction: dict[str, Any], algorithm: int, level: str, mode: str
-) -> None:
-    config = settings(correction)
-    assert (config.algorithm, config.tis.level, config.tis.mode) == (algorithm, level, mode)
-
-
-def test_what_verl_has_no_name_for_and_its_clip_bounds() -> None:
+def test_what_verl_has_no_name_for_and_the_actor_s_clip_bounds() -> None:
     ours = {
         "tis": {"mode": "clip", "lower_bound": 0.3},
         "rs": {"criteria": ["sequence_max:k2:0.5"], "veto_threshold": 1e-4},
         "denominator": "original",
         "rollout_log_prob_policy": "neutral",
-        "metrics": "full",
     }
     config = settings(block(ours, rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0"))
     assert (config.tis.lower, config.tis.upper, config.rs.veto_threshold) == (0.3, 2.0, 1e-4)
     assert [criterion.name for criterion in config.criteria] == ["token_ratio", "sequence_max_k2"]  # verl's and ours
-    assert (config.denominator, config.rollout_log_prob_policy, config.metrics) == ("original", "neutral", "full")
-    for mode, scope in (({}, "rollout_batch"), (REINFORCE, "micro_batch")):
-        config = settings(block(rollout_is="token", rollout_is_batch_normalize=True, **mode))
-        assert config.tis.batch_normalize_scope == scope
+    assert (config.denominator, config.rollout_log_prob_policy) == ("original", "neutral")
     actor = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 4.0}
     own = {"policy_loss": {"rollout_correction": block({"ppo": {"eps_clip_high": 0.28}}, bypass_mode=True)}}
     config = settings({**actor, **own})
@@ -118,44 +76,6 @@ def test_what_verl_has_no_name_for_and_its_clip_bounds() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # verl's default clip bounds give no note in REINFORCE
         settings({**actor, "policy_loss": {"rollout_correction": block(rollout_is="sequence", **REINFORCE)}})
-
-
-@pytest.mark.parametrize(
-    ("correction", "sentence"),
-    [
-        (block({"tis": {"level": "sequence"}}, rollout_is="token"), "rollout_is, which makes it token"),
-        (block({"tis": {"mode": "clip"}}, rollout_is="token", rollout_is_threshold="0.5_5"), "rollout_is_threshold"),
-        (block({"use_tis": False}, rollout_is="token"), "which makes it True"),
-        (block({"use_rollout_log_probs": True}), "contradicts verl's algorithm.rollout_correction.bypass_mode"),
-        (block({"use_tis": True}, bypass_mode=True), "(in bypass mode loss_type), which makes it False"),
-        (block({"tis": {"mode": "clip"}}), "add use_tis"),
-        (block({"tis": {"moed": "clip"}}), "did you mean tis.mode"),
-        (block({"preset": "pg_is"}), "bypass_mode=true and algorithm.rollout_correction.loss_type=reinforce"),
-        (block({"preset": "bypass_ppo_clip"}, **REINFORCE), "loss_type=ppo_clip"),
-        (block({"preset": "token_is"}, bypass_mode=True), "bypass_mode=false"),
-        (block({"preset": "token_is"}, rollout_is="token"), "is next to mismatch.preset token_is"),
-        (block({"preset": "token_iss"}), "did you mean token_is"),
-        (
-            block({"tis": {"batch_normalize_scope": "step"}}, rollout_is="token", rollout_is_batch_normalize=True),
-            "rollout_batch or auto",
-        ),
-        (
-            block(
-                {"tis": {"batch_normalize_scope": "rollout_batch"}}, rollout_is="token",
-                rollout_is_batch_normalize=True, **REINFORCE,
-            ),
-            "micro_batch or auto",
-        ),
-        (block({"denominator": "accepted", "rs": {"veto_threshold": 1e-4}}, **REINFORCE), "Choose auto or original"),
-        (block({"ppo": {"eps_clip_low": 0.1}}, **REINFORCE), "is verl's to set"),
-        (block(rollout_is="tokens"), "did you mean token"),
-        (block("clip"), "not a mapping of settings"),  # pyright: ignore[reportArgumentType]
-    ],
-)  # fmt: skip
-@pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
-def test_contradictions_are_refused_with_what_to_change(correction: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        settings(correction)
 
 
 def test_a_mistake_is_found_before_training_starts() -> None:
@@ -171,60 +91,6 @@ def test_a_mistake_is_found_before_training_starts() -> None:
     ):
         with pytest.raises(ValueError, match=re.escape(sentence)):
             check_tree(wrong)
-
-
-def test_the_block_says_what_runs() -> None:
-    bypass = tree(block({"metrics": "basic"}, **REINFORCE))
-    assert "second forward pass: no" in describe(settings(bypass), bypass)
-    decoupled = tree(
-        block({"denominator": "original"}, rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold=1)
-    )
-    lines = describe(settings(decoupled), decoupled)
-    assert "divided as in verl, token-mean: rejected tokens still count" in lines
-    assert "weights and rejection are made on the driver, over the rollout batch" in lines
-    # verl's own loss runs unless loss_mode names ours: the block says so, with the overrides to copy.
-    own = "loss in the workers: verl's own vanilla, with the driver's weights and mask; for the plugin's add "
-    reference = "+actor_rollout_ref.actor.policy_loss.rollout_correction='${algorithm.rollout_correction}'"
-    (said,) = [line for line in lines if line.startswith(own)]
-    assert said.endswith(f"policy_loss.loss_mode=mismatch and {reference}")
-    ours = block(rollout_is="token")
-    lines = describe(settings(ours), tree(ours, "mismatch", ours))
-    assert "loss in the workers: the plugin's; loss_mode mismatch is algorithm 2 here" in lines
-    assert any(line.startswith("weights, rejection and metrics are made by verl's own function") for line in lines)
-    for ours, threshold, said in (
-        ({"metrics": "basic"}, "0.5_5.0", "rollout_batch, accepted units only (verl's own: all, the rejected as 0)"),
-        (None, "0.5_5.0", "rollout_batch, the rejected as 0"),  # verl's own function makes the weights
-        ({"metrics": "basic"}, 5.0, "rollout_batch"),
-    ):
-        bounds = {"rollout_is": "token", "rollout_is_threshold": threshold, "rollout_is_batch_normalize": True}
-        correction = block(ours, **bounds)
-        lines = describe(settings(correction), tree(correction, "mismatch", correction))
-        assert f"batch normalisation over: {said}" in lines
-
-
-V1, V0, FULLY_ASYNC = (
-    {"trainer": {"use_v1": True}},
-    {"trainer": {"use_v1": False}},
-    {"trainer": {"use_v1": True}, "rollout": {}},
-)
-
-
-@pytest.mark.parametrize(("trainer", "counted"), [({}, "after"), (V1, "before"), (V0, "after"), (FULLY_ASYNC, "after")])
-def test_the_block_says_what_the_trainer_divides_by(trainer: dict[str, Any], counted: str) -> None:
-    """verl's v1 trainers count tokens of a mask that the driver's rejection does not reach."""
-    ours = block({"denominator": "auto"}, rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold=1)
-    host = {**tree(ours, "mismatch", ours), **trainer}
-    lines = describe(settings(ours), host)
-    assert (
-        f"divided as in verl, token-mean: rejected tokens {'still' if counted == 'before' else 'do not'} count" in lines
-    )
-    accepted = block({"denominator": "accepted"}, rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold=1)
-    host = {**tree(accepted, "mismatch", accepted), **trainer}
-    if counted == "after":
-        assert check_tree(host) is not None
-    else:
-        with pytest.raises(ValueError, match=r"denominator accepted cannot be had in verl without trainer.use_v1"):
-            check_tree(host)
 
 
 # The loss and the driver ----------------------------------------------------------------------------------------------
@@ -413,15 +279,6 @@ def test_only_metrics_whose_average_means_something_are_handed_over() -> None:
     assert {f"rollout_corr/{name}" for name in kept} <= metrics.keys()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool])
-def test_long_rows_are_cut_where_they_end_whatever_the_masks_dtype(dtype: torch.dtype) -> None:
-    mask = torch.zeros(3, 3001)
-    mask[0], mask[1, 5:1003] = 1.0, 1.0
-    data = {"response_mask": mask.to(dtype), "old_log_probs": -torch.ones_like(mask), "rollout_log_probs": -mask}
-    packed = pack_trained(data)
-    assert packed.lengths == (3001, 1003, 0) and int(packed.loss_mask.sum()) == 3001 + 998
-
-
 def test_a_verl_that_cannot_be_registered_with_is_said_aloud(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -430,40 +287,3 @@ def test_a_verl_that_cannot_be_registered_with_is_said_aloud(
     with pytest.raises(ModuleNotFoundError, match="verl"):
         importlib.import_module("mismatch_plugin.hooks.verl_plugin")
     assert "loss_mode mismatch will be unknown" in caplog.text
-
-
-# Groups ---------------------------------------------------------------------------------------------------------------
-
-
-class Estimator(str, enum.Enum):
-    """As verl has them."""
-
-    GAE = "gae"
-    GRPO = "grpo"
-
-
-@pytest.mark.parametrize("estimator", ["gae", Estimator.GAE, "rloo", Estimator.GRPO, "grpo_vectorized", None])
-def test_groups_want_advantages_within_a_prompt(estimator: Any) -> None:
-    def checked(group: str) -> Any:
-        rs = {"criteria": ["sequence_mean:k3:0.1"], "group": group}
-        algorithm = {"rollout_correction": {"mismatch": {"rs": rs}}, "adv_estimator": estimator}
-        return check_tree({"algorithm": algorithm, "actor_rollout_ref": {"actor": {"policy_loss": {}}, "rollout": {}}})
-
-    assert checked("keep") is not None
-    name = getattr(estimator, "value", estimator)
-    if name is None or "grpo" in name:
-        assert checked("exclude") is not None
-        return
-    with pytest.raises(ValueError, match=rf"rs\.group exclude .*, and algorithm\.adv_estimator {name} compares other"):
-        checked("exclude")
-
-
-def test_the_launcher_reads_the_estimator_of_the_line() -> None:
-    def added(line: str) -> str:
-        return " ".join(plan(VERL, read_command_line(line.split(), {}), None).added)
-
-    flags = "--use-tis --rs-criterion sequence_mean:k3:0.1 --rs-group drop --rs-min-group 2"
-    assert "min_group" in added(f"algorithm.adv_estimator=grpo {flags}")
-    assert "min_group" in added(flags), "it may be in a YAML file: verl's own configuration is checked when it is read"
-    with pytest.raises(ValueError, match="adv_estimator gae compares other ones: choose grpo"):
-        added(f"algorithm.adv_estimator=gae {flags}")
