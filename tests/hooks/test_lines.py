@@ -182,8 +182,8 @@ VERL = {
     "--use-tis --use-rollout-log-probs MODE=gpg": "= 3 token truncate 0.5 2 ppo",
     "--use-tis --mismatch-objective gspo MODE=gspo": "0.5 2 gspo",
     "+RC.mismatch.use_tis=true MODE=gspo": (
-        "loss in the workers: verl's own gspo, with the driver's weights and mask; for the plugin's add MODE=mismatch and "
-        "+ACTOR.policy_loss.rollout_correction='${RC}' | objective: gspo, ratio in [0.8, 1.2]"
+        "loss in the workers: verl's own gspo, with the driver's weights and mask; for the plugin's add "
+        "MODE=mismatch and +ACTOR.policy_loss.rollout_correction='${RC}' | objective: gspo, ratio in [0.8, 1.2]"
     ),
     "+RC.mismatch.use_tis=true MODE=clip_cov": "loss in the workers: verl's own clip_cov, with | ~objective: ",
     "RC.bypass_mode=true +RC.mismatch.metrics=full MODE=gspo": (
