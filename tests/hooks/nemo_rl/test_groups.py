@@ -92,15 +92,12 @@ def test_baselines_are_those_of_the_accepted(grpo: Any, leave_one_out: bool, sca
     assert logged["rollout_corr/rollout_rs_group_changed_fraction"] == 0
 
 
-def test_drop_leaves_small_groups_without_gradient(grpo: Any) -> None:
+def test_small_groups_have_no_gradient_and_what_nemo_rl_masks_does_not_count(grpo: Any) -> None:
+    """Its own masking by sequence log-prob error, and truncated responses, change sample_mask."""
     start({"rs": {**RS, "group": "drop", "min_group": 3}})
     found, logged = advantages(grpo, train_data(far=(5,)))
     assert (found.abs().sum(1) > 0).tolist() == [True, False, True, True, False, False]
     assert logged["rollout_corr/rollout_rs_group_dropped_fraction"] == 0.5
-
-
-def test_samples_that_nemo_rl_masks_do_not_count(grpo: Any) -> None:
-    """Its own masking by sequence log-prob error, and truncated responses, change sample_mask."""
     start({"rs": {**RS, "group": "exclude"}})
     data = train_data(far=())
     data["sample_mask"][0] = 0
