@@ -13,6 +13,7 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.data.versions import spans_of
 from mismatch_plugin.hooks.megatron_core import MegatronLoss, adapter, make_batch
 from mismatch_plugin.hooks.megatron_core.model import logits_with_labels
 from mismatch_plugin.log_probs import Backend, LogProbs
@@ -183,3 +184,37 @@ def test_a_budget_goes_from_step_to_step() -> None:
         hook.finalize_model_grads([chunk])
         kept.append(hook.metrics()["rollout_corr/accepted_token_fraction"])
     assert kept == [0.25, 0.5, 0.5]
+
+
+# Samples of a batch ---------------------------------------------------------------------------------------------------
+
+MASKED = SAMPLE.replace(kept_ids=[[2, 4], [3]], behaviour_log_probs=[-0.5, 0.0], sample_id="q7")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kept_ids": [[2, 4], [9]]}, r"sample q7, position 1: the sampled id 3 is not among the 1 kept"),
+        ({"kept_ids": [[2, 4]]}, "kept_ids has 1 entries, response_ids 2"),
+        ({"kept_ids": None}, "sample 1 has no kept_ids and others have"),
+        ({"behaviour_log_probs": None}, "sample 1 has kept_ids and no behaviour_log_probs, the log-probs over them"),
+    ],
+)
+def test_masks_of_other_tokens_are_refused_by_sample_and_position(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_batch([MASKED, MASKED.replace(**change)])
+
+
+def test_samples_keep_the_log_probs_that_fit_and_say_what_is_biased() -> None:
+    """Those over the kept ids where there are any. Tokens under the loss mask need no mask of their own."""
+    drawn = MASKED.replace(sampling={"top_p": 0.9}, weight_versions=spans_of(["v3", "v4"]))
+    packed = make_batch([drawn], version_numbers={"v3": 3, "v4": 4}, trainer_version=4).packed
+    assert packed.rollout_log_probs is not None and packed.rollout_log_probs.tolist() == [-0.5, 0.0]
+    assert packed.weight_versions is not None and packed.weight_versions.tolist() == [3, 4]
+    assert packed.trainer_version == 4
+    with pytest.warns(mp.MismatchWarning, match="top_p=0.9 without the sampling mask"):
+        packed = make_batch([SAMPLE.replace(sampling={"top_p": 0.9})]).packed
+    assert packed.rollout_log_probs is not None and packed.rollout_log_probs.tolist() == VALUES
+    mask = make_batch([MASKED.replace(loss_mask=[0, 1], kept_ids=[[], [3, 4]])]).sampling_mask
+    assert mask is not None and (mask.offsets.tolist(), mask.token_ids.tolist()) == ([0, 2], [3, 4])
+    assert make_batch([SAMPLE]).sampling_mask is None

@@ -67,25 +67,6 @@ def rewards_of(scores: list[float], width: int) -> torch.Tensor:
     return rewards
 
 
-@pytest.mark.parametrize(
-    ("group", "kept", "shares"), [({"metrics": "basic"}, -49.5, set()), ({"rs": {"group": "exclude"}}, 0.0, {1.0})]
-)
-def test_the_rejected_response_of_verls_issue(group: dict[str, Any], kept: float, shares: set[float]) -> None:
-    """verl #6375: two responses to a prompt, rewards 100 and 1, all of the first rejected. 1 − (100 + 1)/2 = −49.5 with
-    it in the mean; alone, the accepted one has no baseline: 0."""
-    data = {
-        "old_log_probs": torch.full((2, 3), -2.0),
-        "rollout_log_probs": torch.tensor([[-1.0] * 3, [-2.5] * 3]),
-        "response_mask": torch.ones(2, 3, dtype=torch.int64),
-    }
-    settings = correction(rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0", mismatch=group)
-    found, metrics = step(data, rewards_of([100.0, 1.0], 3), ["same prompt"] * 2, settings, scaled=False)
-    assert found.batch["response_mask"].tolist() == [[0, 0, 0], [1, 1, 1]]
-    assert found.batch["advantages"].tolist() == found.batch["returns"].tolist() == [[0, 0, 0], [kept] * 3]
-    names = ("rollout_rs_advantage_changed_fraction", "rollout_rs_group_dropped_fraction")
-    assert {metrics[f"rollout_corr/{name}"] for name in names if f"rollout_corr/{name}" in metrics} == shares
-
-
 UIDS = ["a", "b", "a", "a", "b"]
 REJECTING = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.05}
 
