@@ -196,8 +196,8 @@ MASKED = SAMPLE.replace(kept_ids=[[2, 4], [3]], behaviour_log_probs=[-0.5, 0.0],
     [
         ({"kept_ids": [[2, 4], [9]]}, r"sample q7, position 1: the sampled id 3 is not among the 1 kept"),
         ({"kept_ids": [[2, 4]]}, "kept_ids has 1 entries, response_ids 2"),
-        ({"kept_ids": None}, "sample 1 has no kept_ids and others have"),
-        ({"behaviour_log_probs": None}, "sample 1 has kept_ids and no behaviour_log_probs, the log-probs over them"),
+        ({"kept_ids": None}, "sample q7 has no kept_ids and others have"),
+        ({"behaviour_log_probs": None}, "sample q7 has kept_ids and no behaviour_log_probs, the log-probs over them"),
     ],
 )
 def test_masks_of_other_tokens_are_refused_by_sample_and_position(change: dict[str, Any], message: str) -> None:
