@@ -160,6 +160,14 @@ def test_nothing_under_the_mask_leaks(layout: str, algorithm: str) -> None:
     assert torch.equal(gradient, dirty_gradient)
 
 
+def test_full_metrics_count_positions_in_the_response() -> None:
+    """The first trained token is position 0 wherever the prompt ends: all fall in the first bucket."""
+    data, place = rows()
+    data["mask"][:, :4] = 0.0
+    metrics = run_loss(make_config(metrics="full"), data, place)[2].metrics()
+    assert len([name for name in metrics if "log_ratio_by_position" in name]) == 1
+
+
 # Traps ----------------------------------------------------------------------------------------------------------------
 
 

@@ -277,6 +277,13 @@ def test_the_drop_in_functions_work_together(written: dict[str, float], monkeypa
     model.config.finalize_model_grads_func([model])
     assert not megatron_rl.RUN.step.begun  # the next call with gradient begins another
     assert written["rollout_corr/tokens@2"] == float(data["mask"].sum())
+    training.get_args = lambda: _args(f"{_ON} --use-rollout-log-probs --grpo-kl-beta 0.03")  # another run's, its first
+    megatron_rl.get_logprobs(model, no_grad=False)
+    megatron_rl.calculate_grpo_loss(log_probs, data["old"], data["ref"], **given, **host)
+    assert megatron_rl.RUN.config is not None and megatron_rl.RUN.config.algorithm == 1
+    model.config.finalize_model_grads_func([model])
+    assert "rollout_corr/tokens@1" in written
+    training.get_args = lambda: args
     half = {"old_logprobs": data["old"].bfloat16(), "ref_logprobs": data["ref"]}
     with pytest.warns(mp.MismatchWarning, match="^log-probs are .*half precision"):
         megatron_rl.calculate_grpo_loss(log_probs, **half, **given, **host)

@@ -130,6 +130,11 @@ def test_equals_policy_loss_whole_and_row_by_row(name: str, token_level: bool) -
     torch.testing.assert_close(value, expected.detach(), rtol=1e-7, atol=1e-12)
     torch.testing.assert_close(gradient, rows.grad, rtol=1e-7, atol=1e-12)
     assert metrics["loss"] == float(value) and metrics["num_valid_samples"] == 3.0
+    if loss.config.rs.policy != "current":
+        train = log_probs if loss.config.use_rollout_log_probs else data["prev_logprobs"][:, 1:]
+        gap = (train - data["generation_logprobs"][:, 1:])[MASK[:, 1:] > 0]
+        assert metrics["gen_kl_error"] == pytest.approx(float((gap.exp() - 1 - gap).sum()) / toks, rel=1e-6)
+        assert metrics["token_mult_prob_error"] == pytest.approx(float(gap.abs().exp().sum()) / toks, rel=1e-6)
     if loss.config.rejects:
         assert 0 < result.correction.keep.sum() < MASK.sum()
 

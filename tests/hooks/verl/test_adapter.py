@@ -279,6 +279,15 @@ def test_only_metrics_whose_average_means_something_are_handed_over() -> None:
     assert {f"rollout_corr/{name}" for name in kept} <= metrics.keys()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool])
+def test_long_rows_are_cut_where_they_end_whatever_the_masks_dtype(dtype: torch.dtype) -> None:
+    mask = torch.zeros(3, 3001)
+    mask[0], mask[1, 5:1003] = 1.0, 1.0
+    data = {"response_mask": mask.to(dtype), "old_log_probs": -torch.ones_like(mask), "rollout_log_probs": -mask}
+    packed = pack_trained(data)
+    assert packed.lengths == (3001, 1003, 0) and int(packed.loss_mask.sum()) == 3001 + 998
+
+
 def test_a_verl_that_cannot_be_registered_with_is_said_aloud(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
