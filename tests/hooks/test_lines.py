@@ -167,7 +167,7 @@ VERL = {
     ),
     # verl's v1 trainers count tokens of a mask that the driver's rejection does not reach.
     "--use-tis --use-rs": "divided as in verl, token-mean: rejected tokens still count\n",
-    "ACTOR.loss_agg_mode=seq-mean-token-mean --use-tis --use-rs": "still count; the mean inside a sequence is over what",
+    "ACTOR.loss_agg_mode=seq-mean-token-mean --use-tis --use-rs": "still count; the mean inside a sequence is over",
     "--use-tis --use-rs trainer.use_v1=false": "rejected tokens do not count",
     "--use-tis --use-rs trainer={use_v1:false} --mismatch-denominator accepted": "rejected tokens do not count",
     "--use-tis --use-rs +rollout.nnodes=1": "rejected tokens do not count",
