@@ -184,8 +184,8 @@ def per_token_rows() -> dict[str, Run]:
     """Those that need `calculate_per_token_loss`."""
     without_old = tuple(sample.replace(train_log_probs=[]) for sample in data())
     return {
-        "normalized, old absent": Run(NORMALIZED, 4, samples=without_old),
         "reinforce normalized": Run({**NORMALIZED, **BYPASS, "rs": CRITERIA, **ORIGINAL}, 4, "bshd"),
+        "normalized, old absent": Run(NORMALIZED, 4, samples=without_old),
         "reinforce, rejection": Run({**weights("geometric", "mask"), **BYPASS, "rs": CRITERIA, **ACCEPTED}, 4),
         "bypass by sequence, rejection": Run({**BYPASS, "rs": CRITERIA, **ACCEPTED, **SUMS, "length_norm": 8.0}, 4),
         "current policy": Run({**weights("token"), "rs": CURRENT, **ACCEPTED, **FUSED}, 4),
@@ -212,7 +212,8 @@ def rows_of(layout: Layout) -> list[str]:
 
 @cache
 def reference(model: Model) -> dict[str, Outcome]:
-    wanted = [name for name, run in every_row().items() if not (model and run.samples)]
+    asked = {name for layout in LAYOUTS if model_of(layout) == model for name in rows_of(layout)}
+    wanted = [name for name in every_row() if name in asked or not model]
     runs = tuple(every_row()[name] for name in wanted)
     layout = Layout("plain", settings=dict(model), samples=data(model), runs=runs)
     return dict(zip(wanted, launch(run_plainly, [layout], 1)[0][0], strict=True))
