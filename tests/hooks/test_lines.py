@@ -84,11 +84,11 @@ def said(host: str, line: str, folder: Path) -> str:
 
 def composed(argv: tuple[str, ...]) -> dict[str, Any]:
     """What Hydra would make of verl's line, with the interpolation resolved."""
-    tree: dict[str, Any] = {"algorithm": {"rollout_correction": {}}}
-    tree["actor_rollout_ref"] = {"actor": {"clip_ratio": 0.2}}
+    actor: dict[str, Any] = {"clip_ratio": 0.2}
+    tree: dict[str, Any] = {"algorithm": {"rollout_correction": {}}, "actor_rollout_ref": {"actor": actor}}
     for name, value in read_overrides(argv).items():
         put(tree, name, value)
-    policy_loss = tree["actor_rollout_ref"]["actor"].setdefault("policy_loss", {})
+    policy_loss = actor.setdefault("policy_loss", {})
     if policy_loss.get("rollout_correction") == "${algorithm.rollout_correction}":
         policy_loss["rollout_correction"] = tree["algorithm"]["rollout_correction"]
     return tree

@@ -62,9 +62,8 @@ if FULL:
         Layout("experts tp2+sp", tp=2, settings={**SEQUENCE_PARALLEL, "experts": 4}),
         Layout("cp2 dp2, float32", cp=2, dp=2, settings=SINGLE),
     ]
-    LAYOUTS += [
-        Layout(f"{a}2 {b}2", **{a: 2, b: 2}) for a, b in (("tp", "pp"), ("tp", "cp"), ("tp", "dp"), ("pp", "cp"))
-    ]
+    LAYOUTS += [Layout("tp2 pp2", tp=2, pp=2), Layout("tp2 cp2", tp=2, cp=2)]
+    LAYOUTS += [Layout("tp2 dp2", tp=2, dp=2), Layout("pp2 cp2", pp=2, cp=2)]
 
 
 # Data -----------------------------------------------------------------------------------------------------------------
