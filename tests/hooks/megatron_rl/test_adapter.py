@@ -168,6 +168,17 @@ def test_full_metrics_count_positions_in_the_response() -> None:
     assert len([name for name in metrics if "log_ratio_by_position" in name]) == 1
 
 
+def test_only_a_clip_or_algorithm_3_s_weight_counts_as_truncated() -> None:
+    data, place = rows()
+    for settings, truncates in (
+        ({"objective": "reinforce"}, False),
+        ({**ALGORITHMS["3"], "tis": {"upper_bound": 1.05}}, True),
+        ({}, True),
+    ):
+        terms = run_loss(make_config(**settings), data, place)[0]
+        assert bool(terms.truncated_from_above.any()) == bool(terms.truncated_from_below.any()) == truncates
+
+
 # Traps ----------------------------------------------------------------------------------------------------------------
 
 
