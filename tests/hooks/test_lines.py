@@ -74,6 +74,7 @@ def said(host: str, line: str, folder: Path) -> str:
     if host == "verl" and plan.added:
         config = verl_settings.check_tree(composed(plan.argv))
         assert config is not None
+        assert sum(token.startswith(SHORT["MODE"]) for token in plan.argv) <= 1  # ours stands in the place of verl's
     lines = [*plan.lines, f"added: {' '.join(plan.added)}"]
     if config is not None:
         tis, ppo = config.tis, config.ppo
