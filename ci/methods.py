@@ -168,7 +168,7 @@ EQUALITIES = (
         "GSPO, CISPO",
         "verl 0.9.1",
         "1e-6",
-        "hooks/verl_live/test_objectives.py::test_equals_verl",
+        "hooks/verl_live/test_losses.py::test_objectives_in_the_block_equal_verl_s_loss_modes",
         "verl bounds log s to 10 and has no dual clip there; its decoupled driver takes rejected tokens out"
         " of the mean",
     ),
@@ -226,7 +226,7 @@ EQUALITIES = (
         "DPPO-TV, DPPO-KL",
         "verl 0.9.1",
         "1e-6",
-        "hooks/verl_live/test_dppo.py::test_dppo_equals_verl",
+        "hooks/verl_live/test_losses.py::test_objectives_in_the_block_equal_verl_s_loss_modes",
         "verl adds 1e-8 inside its logarithms, we keep probabilities in [1e-6, 1 − 1e-6]",
     ),
     Equality(

@@ -1,8 +1,11 @@
-"""What the hosts share: wrapping a host's function once, finding it by name, settings from a door of one's own."""
+"""What the hosts share: wrapping a function once, settings from a door, versions, and the block on sampling filters."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -12,47 +15,42 @@ import pytest
 
 import mismatch_plugin as mp
 from mismatch_plugin.hooks.base import given_settings, wrap_once
-from mismatch_plugin.hooks.hosts import HOSTS, find_host
-
-
-def _doubled(own: Any, value: int) -> int:
-    return 2 * own(value)
-
-
-def _plus_ten(own: Any, value: int) -> int:
-    return own(value) + 10
+from mismatch_plugin.hooks.hosts import HOSTS, SLIME, VERL, find_host
+from mismatch_plugin.hooks.version import read_version, validate_megatron_version, version_line
+from mismatch_plugin.launch.__main__ import prepare
+from tests.hooks.contracts.launch_trees import ROOT, ray_tree
+from tests.hooks.contracts.slime_source import host_root
 
 
 def test_a_function_is_wrapped_once_and_where_it_was_imported_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    toy: Any = ModuleType("toy")
-    user: Any = ModuleType("toy.user")
-    other: Any = ModuleType("other")
+    toy, user, other = (ModuleType(name) for name in ("toy", "toy.user", "other"))
 
     def own(value: int) -> int:
         return value
 
-    for module in (toy, user, other):
-        module.loss = own
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    wrap_once("toy", "loss", _doubled)
-    assert (toy.loss(1), user.loss(1), other.loss is own, toy.loss.__name__) == (2, 2, True, "own")
-    wrap_once("toy", "loss", _doubled)  # idempotent
-    assert (toy.loss(1), user.loss is toy.loss) == (2, True)
-    wrap_once("toy", "loss", _plus_ten)  # another one goes around it
-    assert toy.loss(1) == 12
+    def plus_ten(own: Any, value: int) -> int:
+        return own(value) + 10
 
+    def doubled(own: Any, value: int) -> int:
+        return 2 * own(value)
+
+    for module in (toy, user, other):
+        vars(module)["loss"] = own
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for _ in range(2):  # idempotent
+        wrap_once("toy", "loss", doubled)
+        assert (toy.loss(1), user.loss(1), other.loss is own, toy.loss.__name__) == (2, 2, True, "own")
+    wrap_once("toy", "loss", plus_ten)  # another one goes around it
     ours = toy.loss
+    assert ours(1) == 12
 
     @wraps(ours)  # the host's own decorator copies the mark of ours
     def traced(value: int) -> int:
         return -ours(value)
 
-    toy.loss = traced
-    wrap_once("toy", "loss", _plus_ten)
+    vars(toy)["loss"] = traced
+    wrap_once("toy", "loss", plus_ten)
     assert toy.loss(1) == -12 + 10
-
-
-def test_a_function_that_is_missing_may_be_wrapped() -> None:
     config = SimpleNamespace(finalize=None)
     wrap_once(config, "finalize", lambda own, model: (own, model))
     assert config.finalize("chunks") == (None, "chunks")
@@ -70,8 +68,7 @@ def test_settings_may_be_flags_a_mapping_a_file_or_a_configuration(tmp_path: Pat
     path = tmp_path / "mismatch.yaml"
     path.write_text("use_tis: true\ntis: {level: sequence}\n")
     wanted = {"use_tis": True, "tis": {"level": "sequence"}}
-    config = mp.MismatchConfig(**wanted)
-    for given in ("--use-tis --tis-level sequence", wanted, str(path), config):
+    for given in ("--use-tis --tis-level sequence", wanted, str(path), mp.MismatchConfig(**wanted)):
         ours, base = given_settings(given)
         assert ours == wanted and base in ({}, wanted)
     ours, base = given_settings({"preset": "token_is", "tis": {"upper_bound": 3.0}})
@@ -79,3 +76,86 @@ def test_settings_may_be_flags_a_mapping_a_file_or_a_configuration(tmp_path: Pat
     for given, message in (("--use-tsi", "--use-tsi is no flag"), ("nowhere.yaml", "nowhere.yaml does not exist")):
         with pytest.raises(ValueError, match=message):
             given_settings(given)
+
+
+# Versions -------------------------------------------------------------------------------------------------------------
+
+# Name of the file that declares a host's version → what stands in it.
+_DECLARED = {
+    "setup.py": 'from setuptools import setup\n\nsetup(\n    name="slime",\n    version="0.3.0",\n)\n',
+    "package_info.py": "MAJOR = 0\nMINOR = 3\nPATCH = 0\nPRE_RELEASE = ''\n",
+    "version": "0.3.0\n",
+    "pyproject.toml": '[project]\nname = "x"\nversion = "0.3.0"\n',
+    "__init__.py": '__version__ = "0.3.0"\n',
+    "VERSION": "0.3.0\n",
+}
+
+
+def _tree(root: Path, name: str) -> Path:
+    host = HOSTS[name]
+    (root / host.inside).mkdir(parents=True)
+    (root / host.version_file).parent.mkdir(parents=True, exist_ok=True)
+    (root / host.version_file).write_text(_DECLARED[Path(host.version_file).name])
+    return root
+
+
+def _git(root: Path, *words: str) -> str:
+    name = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "core.hooksPath=/dev/null")
+    return subprocess.run(["git", *name, *words], cwd=root, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_the_version_that_a_tree_declares(name: str, tmp_path: Path) -> None:
+    found = read_version(HOSTS[name], _tree(tmp_path / "tree", name))
+    assert (found.version, found.commit) == ("0.3.0", None)
+
+
+@pytest.mark.parametrize("text", ["", "version = 3\n", "\x00"])
+def test_a_version_that_cannot_be_read_is_unknown(text: str, tmp_path: Path) -> None:
+    root = _tree(tmp_path / "tree", "slime")
+    (root / "setup.py").write_text(text)
+    _git(root, "init", "-q")  # no commit yet
+    assert str(read_version(SLIME, root)) == "of unknown version"
+
+
+def test_the_line_says_whether_it_is_the_tested_version(tmp_path: Path) -> None:
+    root = _tree(tmp_path / "tree", "verl")
+    tested = replace(VERL, version="0.3.0")  # a release: the number is enough
+    assert version_line(tested, [tmp_path, root]) == "host: verl 0.3.0, the tested version"
+    wanted = "! host: verl 0.3.0 is not the tested version, 0.9.1. Use that one, or look at"
+    assert version_line(VERL, [root]).startswith(wanted)
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        _git(root, *words)
+    commit = _git(root, "rev-parse", "HEAD").strip()
+    at = f"0.3.0 at {commit[:10]}"
+    assert version_line(replace(VERL, version="x", commit=commit), [root]) == f"host: verl {at}, the tested version"
+    other = replace(VERL, version="0.3.0", commit="fedcba9876543210")  # the same number by name only
+    assert version_line(other, [root]).startswith(f"! host: verl {at} is not the tested version, 0.3.0 at fedcba9876. ")
+    nowhere = replace(SLIME, inside="no_such_package/utils")
+    assert version_line(nowhere).startswith("! host: slime is not found here; the plugin was tested with 0.3.1 at 624b")
+
+
+def test_the_launcher_s_block_says_it_and_no_host_is_imported(tmp_path: Path) -> None:
+    script = ray_tree(tmp_path / "tree", "slime")
+    assert prepare([str(script), "--use-tis"])[3].lines[-2].startswith("! host: slime of unknown version is not the ")
+    assert not any("host: " in line[:8] for line in prepare([str(script)])[3].lines)
+    root = _tree(tmp_path / "other", "slime")
+    (root / "slime" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    code = "from mismatch_plugin.hooks import hosts, version; print(version.version_line(hosts.SLIME))"
+    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout.startswith("! host: slime 0.3.0 is not the tested version"), done.stderr
+
+
+@pytest.mark.parametrize("name", [name for name, host in HOSTS.items() if host.commit])
+def test_the_checkouts_that_the_tests_run_with_are_the_tested_ones(name: str) -> None:
+    found = read_version(HOSTS[name], host_root(HOSTS[name].title))
+    assert (found.version, found.commit) == (HOSTS[name].version, HOSTS[name].commit)
+
+
+def test_an_old_megatron_is_refused_before_the_script_runs(tmp_path: Path) -> None:
+    validate_megatron_version()  # the tests run with a megatron-core that is new enough, or with none
+    script = ray_tree(tmp_path / "tree", "slime", megatron=(0, 15))
+    with pytest.raises(ValueError, match=r"megatron-core 0\.15\.0 is too old: .* 0\.16 or newer"):
+        prepare([str(script), "--use-tis"])
+    assert prepare([str(script)])[3].added == ()  # nothing of ours, nothing to refuse

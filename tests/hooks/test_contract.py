@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -186,18 +186,20 @@ def _plan(name: str, words: str, folder: Path, host_words: str = "") -> Plan:
 
 # The doors: the settings that flags give there, and the sum of the loss -----------------------------------------------
 
-TRL_ARGS: dict[str, Any] = {
-    "loss_type": "dapo", "use_vllm": True, "vllm_importance_sampling_correction": True, "top_p": 1.0, "top_k": 0,
-    "vllm_importance_sampling_mode": "sequence_mask", "min_p": None, "max_completion_length": 6,
-}  # fmt: skip
+
+def _trl_args(**args: Any) -> SimpleNamespace:
+    own = {"loss_type": "dapo", "use_vllm": True, "top_p": 1.0, "top_k": 0, "min_p": None, "max_completion_length": 6}
+    vllm = {"correction": True, "mode": "sequence_mask"}
+    own |= {f"vllm_importance_sampling_{name}": value for name, value in vllm.items()}
+    return SimpleNamespace(**{**own, **args})
 
 
 class Generation:
     """What a trainer has when TRL's mixin is called: a batch with or without vLLM's ratio, and one process."""
 
-    def __init__(self, ratio: bool = True, **args: Any) -> None:
+    def __init__(self, ratio: bool) -> None:
         one = SimpleNamespace(is_main_process=True, reduce=lambda values, reduction: values, gather=lambda v: v)
-        self.accelerator, self.args = one, SimpleNamespace(**{**TRL_ARGS, **args})
+        self.accelerator, self.args = one, _trl_args()
         self.model, self._metrics, self.ratio = SimpleNamespace(training=True), {"train": defaultdict(list)}, ratio
 
     def _generate_and_score_completions(self, data: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -207,10 +209,6 @@ class Generation:
 
 
 Corrected: Any = type("Corrected", (trl.CorrectionMixin, Generation), {})
-
-
-def _trl_settings(words: str) -> mp.MismatchConfig:
-    return trl.settings(words, SimpleNamespace(**TRL_ARGS))
 
 
 def _trl_total(words: str, data: dict[str, Tensor], current: Tensor) -> Tensor:
@@ -223,10 +221,6 @@ def _trl_total(words: str, data: dict[str, Tensor], current: Tensor) -> Tensor:
         totals.append((losses * made.get("importance_sampling_ratio", 1.0) * MASK).sum())
     torch.testing.assert_close(*totals)
     return totals[0]
-
-
-def _prime_settings(words: str) -> mp.MismatchConfig:
-    return prime_rl.settings(flags=words) if words else prime_rl.settings()
 
 
 def _prime_total(words: str, data: dict[str, Tensor], current: Tensor) -> Tensor:
@@ -243,40 +237,14 @@ def _prime_total(words: str, data: dict[str, Tensor], current: Tensor) -> Tensor
     return total
 
 
-@dataclass
-class OffPolicyCorrection:
-    tis_ratio_type: str | None = None
-
-
-@dataclass
-class Sampling:
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    logprobs: int | None = 1
-    max_generate_length: int = 6
-
-
-@dataclass
-class Algorithm:
-    policy_loss_type: str = "mismatch"
-    loss_reduction: str = "token_mean"
-    use_tis: bool = False
-    eps_clip_low: float = 0.2
-    eps_clip_high: float = 0.2
-    cispo: Any = field(default_factory=lambda: SimpleNamespace(cispo_eps_clip_low=1.0, cispo_eps_clip_high=4.0))
-    off_policy_correction: OffPolicyCorrection = field(default_factory=OffPolicyCorrection)
-
-
-def _skyrl(algorithm: Algorithm | None = None, sampling: Sampling | None = None) -> Any:
-    engine = SimpleNamespace(engine_init_kwargs={})
-    generator = SimpleNamespace(sampling_params=sampling or Sampling(), inference_engine=engine)
-    return SimpleNamespace(trainer=SimpleNamespace(algorithm=algorithm or Algorithm()), generator=generator)
-
-
-def _skyrl_settings(words: str) -> mp.MismatchConfig:
-    return skyrl.settings(_skyrl(), words or {})
+def _skyrl(temperature: float = 1.0, logprobs: int | None = 1, **algorithm: Any) -> Any:
+    sampling = SimpleNamespace(temperature=temperature, logprobs=logprobs, top_p=1.0, top_k=-1, min_p=0.0)
+    sampling.max_generate_length = 6
+    own = {"policy_loss_type": "mismatch", "loss_reduction": "token_mean", "use_tis": False, "eps_clip_low": 0.2}
+    own |= {"eps_clip_high": 0.2, "cispo": SimpleNamespace(cispo_eps_clip_low=1.0, cispo_eps_clip_high=4.0)}
+    own |= {"off_policy_correction": SimpleNamespace(), **algorithm}
+    generator = SimpleNamespace(sampling_params=sampling, inference_engine=SimpleNamespace(engine_init_kwargs={}))
+    return SimpleNamespace(trainer=SimpleNamespace(algorithm=SimpleNamespace(**own)), generator=generator)
 
 
 def _skyrl_total(words: str, data: dict[str, Tensor], current: Tensor) -> Tensor:
@@ -292,9 +260,9 @@ def _skyrl_total(words: str, data: dict[str, Tensor], current: Tensor) -> Tensor
 
 Door = tuple[Callable[[str], mp.MismatchConfig], Callable[[str, dict[str, Tensor], Tensor], Tensor]]
 DOORS: dict[str, Door] = {
-    "trl": (_trl_settings, _trl_total),
-    "prime-rl": (_prime_settings, _prime_total),
-    "skyrl": (_skyrl_settings, _skyrl_total),
+    "trl": (lambda words: trl.settings(words, _trl_args()), _trl_total),
+    "prime-rl": (lambda words: prime_rl.settings(**({"flags": words} if words else {})), _prime_total),
+    "skyrl": (lambda words: skyrl.settings(_skyrl(), words or {}), _skyrl_total),
 }
 
 
@@ -452,41 +420,35 @@ def test_every_method_is_asked_for_by_something() -> None:
             assert any(path.startswith(start) for path in paths), (host.name, start)
 
 
-@launched
-def test_without_our_flags_nothing_changes(name: str, tmp_path: Path) -> None:
-    plan = _plan(name, "", tmp_path, "--lr=1e-6")
-    assert (plan.added, plan.config, plan.argv[-1]) == ((), None, "--lr=1e-6")
-
-
+# What every launcher reads refuses; at a door only what a door can tell.
 MISTAKES = {
     "--use-tis --tis-levle token": "--tis-levle is unknown: did you mean --tis-level",
-    "--use-tsi": "--use-tsi is unknown: did you mean --use-tis",
-    "--tis-level sequence": "--tis-level sequence changes no weight without --use-tis",
+    "--use-tsi": "--use-tsi is ",
+    "--tis-level sequence": "--tis-level sequence changes no weight",
     "--use-tis --tis-level token --tis-level sequence": "--tis-level sequence contradicts --tis-level token",
-    "--use-tis --tis-upper-bound 1.2 --tis-mode clip --tis-lower-bound 1.5": "--tis-lower-bound 1.5 is above",
-    "--use-tis --tis-lower-bound 0.5": "--tis-lower-bound 0.5 bounds no weight under --tis-mode truncate",
+    "--use-tis --tis-lower-bound 0.5": "--tis-lower-bound 0.5 bounds no weight",
     "--use-tis -- --tis-level sequence": "--tis-level stands behind --",
-    "-- --use-tis": "--use-tis stands behind --",
-    "--use-tis --tis-batch-normalize --tis-batch-normalize-scope": "expected one argument",
     "--mismatch-preset nothing": "preset 'nothing' is unknown",
     "--use-tis --mismatch-config /nowhere.yaml": "/nowhere.yaml does not exist",
     "--use-tis true": "--use-tis is a switch and takes no value",
 }
-
-
-AT_DOORS = {
-    "--use-tsi": "--use-tsi is no flag",
-    "--tis-level sequence": "--tis-level sequence changes no weight",
-    "--use-tis --tis-lower-bound 0.5": "--tis-lower-bound 0.5 bounds no weight",
-}
+AT_DOORS = ("--use-tsi", "--tis-level sequence", "--use-tis --tis-lower-bound 0.5")
 
 
 @every_host
-def test_misspelt_and_contradictory_flags_are_refused(name: str, tmp_path: Path) -> None:
-    for words, said in MISTAKES.items():
-        if name in ROWS or words in AT_DOORS:
-            with pytest.raises(ValueError, match=re.escape(AT_DOORS[words] if name in DOORS else said)):
-                _made(name, words, tmp_path)
+def test_misspelt_and_contradictory_flags_are_refused_and_none_change_nothing(name: str, tmp_path: Path) -> None:
+    for words in MISTAKES if name in ROWS else AT_DOORS:
+        with pytest.raises(ValueError, match=re.escape(MISTAKES[words])):
+            _made(name, words, tmp_path)
+    if name in ROWS:
+        plan = _plan(name, "", tmp_path, "--lr=1e-6")
+        assert (plan.added, plan.config, plan.argv[-1]) == ((), None, "--lr=1e-6")
+        return
+    data = batch()
+    data["rollout"][1, 2] = float("nan")
+    words = "--use-rollout-log-probs" if name == "prime-rl" else "--use-tis"
+    with pytest.raises(InvalidLogProbError, match="nan"):
+        DOORS[name][1](words, data, data["current"])
 
 
 @launched
@@ -507,51 +469,50 @@ def test_bounds_and_defaults_are_the_documented_ones(name: str, tmp_path: Path) 
 # The doors, each by itself --------------------------------------------------------------------------------------------
 
 
-def test_what_trl_s_configuration_rules_out() -> None:
-    with pytest.raises(ValueError, match="loss_type vespo makes weights or sums of its own"):
-        trl.settings("--use-tis", SimpleNamespace(**{**TRL_ARGS, "loss_type": "vespo"}))
-    with pytest.raises(ValueError, match="neutral cannot be had in algorithm 1"):
-        trl.settings("--use-rollout-log-probs --rollout-log-prob-policy neutral", SimpleNamespace(**TRL_ARGS))
-    lines = trl.describe(_trl_settings("--use-tis"), SimpleNamespace(**{**TRL_ARGS, "top_p": 0.9}))
+TRL_NEUTRAL = "--use-rollout-log-probs --rollout-log-prob-policy neutral"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: trl.settings("--use-tis", _trl_args(loss_type="vespo")), "loss_type vespo makes weights or sums of"),
+        (lambda: trl.settings(TRL_NEUTRAL, _trl_args()), "neutral cannot be had in algorithm 1"),
+        (lambda: skyrl.settings(_skyrl(policy_loss_type="regular"), "--use-tis"), "loss_type is regular"),
+        (
+            lambda: skyrl.settings(_skyrl(off_policy_correction=SimpleNamespace(tis="token")), "--use-tis"),
+            "off_policy_correction is set",
+        ),
+        (lambda: skyrl.settings(_skyrl(logprobs=None), "--use-tis"), "sampling_params.logprobs=1"),
+        (lambda: prime_rl.settings(flags="--use-tis", preset="pg_is"), "give all as flags, or none"),
+    ],
+)
+def test_what_a_door_s_own_configuration_rules_out(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_what_the_doors_say_and_read_of_their_host() -> None:
+    lines = trl.describe(DOORS["trl"][0]("--use-tis"), _trl_args(top_p=0.9))
     assert any(line.startswith("! sampling filter: top_p 0.9") for line in lines)
     assert "TRL's own vllm_importance_sampling_mode sequence_mask: replaced by ours" in lines
-
-
-def test_what_skyrl_s_configuration_rules_out_and_says() -> None:
-    with pytest.raises(ValueError, match="policy_loss_type is regular"):
-        skyrl.settings(_skyrl(Algorithm(policy_loss_type="regular")), "--use-tis")
-    with pytest.raises(ValueError, match="off_policy_correction is set"):
-        skyrl.settings(_skyrl(Algorithm(off_policy_correction=OffPolicyCorrection("token"))), "--use-tis")
-    with pytest.raises(ValueError, match=r"set generator.sampling_params.logprobs=1"):
-        skyrl.settings(_skyrl(sampling=Sampling(logprobs=None)), "--use-tis")
-    clip = skyrl.settings(_skyrl(Algorithm(eps_clip_low=0.1, eps_clip_high=0.3)), "--use-tis").ppo
-    assert (clip.eps_clip_low, clip.eps_clip_high) == (0.1, 0.3)
-    cispo = skyrl.settings(_skyrl(), "--use-tis --mismatch-objective cispo").ppo
-    assert (cispo.eps_clip_low, cispo.eps_clip_high) == (1.0, 4.0)
-    config = _skyrl_settings("--use-tis")
-    warm = skyrl.describe(config, _skyrl(sampling=Sampling(temperature=0.7)))
-    assert any(line.startswith("! temperature 0.7: vLLM returns log-probs from before it") for line in warm)
-    assert not any(line.startswith("! temperature") for line in skyrl.describe(config, _skyrl()))
-
-
-@pytest.mark.parametrize("name", DOORS)
-def test_an_invalid_log_prob_is_an_error(name: str) -> None:
-    data = batch()
-    data["rollout"][1, 2] = float("nan")
-    words = "--use-rollout-log-probs" if name == "prime-rl" else "--use-tis"
-    with pytest.raises(InvalidLogProbError, match="nan"):
-        DOORS[name][1](words, data, data["current"])
-
-
-def test_prime_rl_s_example_is_what_its_loss_takes() -> None:
+    clips = {"--use-tis": (0.1, 0.3), "--use-tis --mismatch-objective cispo": (1.0, 4.0)}
+    for words, clip in clips.items():
+        ppo = skyrl.settings(_skyrl(eps_clip_low=0.1, eps_clip_high=0.3), words).ppo
+        assert (ppo.eps_clip_low, ppo.eps_clip_high) == clip
+    config, note = (
+        DOORS["skyrl"][0]("--use-tis --mismatch-gate-kl 1"),
+        "! temperature 0.7: vLLM returns log-probs from bef",
+    )
+    assert any(line.startswith(note) for line in skyrl.describe(config, _skyrl(temperature=0.7)))
+    lines = skyrl.describe(config, _skyrl())
+    assert not any(line.startswith("! temp") for line in lines)
+    assert "the gate judges each micro-batch, in the worker that holds it" in lines
+    assert "the gate" not in "".join(skyrl.describe(DOORS["skyrl"][0]("--use-tis"), _skyrl()))
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
-    path = Path(__file__).parents[2] / "examples" / "prime_rl" / "rl.toml"
-    loss = tomllib.loads(path.read_text(encoding="utf-8"))["trainer"]["loss"]
-    config = prime_rl.settings(**loss["kwargs"])
+    text = (Path(__file__).parents[2] / "examples" / "prime_rl" / "rl.toml").read_text(encoding="utf-8")
+    loss = tomllib.loads(text)["trainer"]["loss"]
     assert (loss["type"], loss["import_path"]) == ("custom", "mismatch_plugin.hooks.prime_rl.policy_loss")
-    assert (config.algorithm, config.tis.level, config.rejects) == (3, "token", False)
-    with pytest.raises(ValueError, match="has flags and preset: give all as flags, or none"):
-        prime_rl.settings(flags="--use-rollout-log-probs", preset="pg_is")
+    assert prime_rl.settings(**loss["kwargs"]).algorithm == 3
 
 
 @pytest.mark.parametrize("preset", [record.name for record in PRESETS])
@@ -574,10 +535,10 @@ def test_what_inspect_shows_is_what_the_door_takes(name: str, preset: str) -> No
         given = tomllib.loads(shown[0])["trainer"]["loss"]["kwargs"]["flags"]
     if name == "trl" and allowed.use_rollout_log_probs and allowed.rejects:
         with pytest.raises(ValueError, match="rejection in algorithm 1"):
-            trl.settings(given, SimpleNamespace(**TRL_ARGS))
+            trl.settings(given, _trl_args())
         return
     made = {
-        "trl": lambda: trl.settings(given, SimpleNamespace(**TRL_ARGS)),
+        "trl": lambda: trl.settings(given, _trl_args()),
         "skyrl": lambda: skyrl.settings(_skyrl(), given or {}),
         "prime-rl": lambda: prime_rl.settings(flags=given),
     }[name]()

@@ -1,305 +1,220 @@
-"""The loss hook through the real megatron-core: the same gradients and metrics for every parallel layout.
-
-The reference is one process without the hook: each sample through the model alone, plain `log_softmax`, one
-`policy_loss` on the whole batch, autograd. Every other sample was drawn from what filters kept. Every layout runs the
-hook in megatron's schedules, with 1 and 4 micro-batches, packed or padded. In float64 all agree to 1e-7: megatron
-divides gradients by the token count in float32. In float32 they agree to 1e-5.
-"""
+"""The hook for megatron-core by itself: what is refused, which log-probs it asks for, budgets from step to step."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cache
-from itertools import combinations, product
-from typing import Any
+from argparse import ArgumentParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 import torch
 
+import mismatch_plugin as mp
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.versions import spans_of
-from tests.distributed.hook_worker import VOCAB, Layout, Outcome, Run, initial_log_probs, run_layout, run_plainly
-from tests.distributed.launch import launch
+from mismatch_plugin.hooks.megatron_core import MegatronLoss, adapter, make_batch
+from mismatch_plugin.hooks.megatron_core.model import logits_with_labels
+from mismatch_plugin.log_probs import Backend, LogProbs
+from mismatch_plugin.parallel.groups import ParallelGroups
+from mismatch_plugin.report.log import write_step
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
+BACKEND, HEAD = "--mismatch-log-prob-backend", "--mismatch-fused-head"
+BYPASS = "--use-rollout-log-probs"
+NORMALIZED = "--use-tis --tis-level sequence --tis-batch-normalize"
+REJECTS = "--rs-criterion token:ratio:0.6:1.7 --mismatch-denominator accepted"
+CURRENT = f"{REJECTS} --rs-policy current"
+MEAN, MOE = {"calculate_per_token_loss": False}, {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01}
+VALUES = [-1.0, -0.5]
+SAMPLE = Sample(prompt_ids=[1], response_ids=[2, 3], advantages=1.0, rollout_log_probs=VALUES, train_log_probs=VALUES)
 
-Gradients = dict[str, torch.Tensor]
-NO_ROPE = {"position": "none", "cp_layout": "contiguous"}
-LAYOUTS = [
-    Layout("dp1"),
-    Layout("tp2", tp=2),
-    Layout("tp2+sp", tp=2, settings={"sequence_parallel": True}),
-    Layout("pp2", pp=2),
-    Layout("cp2 zigzag", cp=2),
-    Layout("cp2 contiguous", cp=2, settings=NO_ROPE),
-    Layout("dp2", dp=2),
-    Layout("tp2 pp2", tp=2, pp=2),
-    Layout("tp2 cp2", tp=2, cp=2),
-    Layout("tp2 dp2", tp=2, dp=2),
-    Layout("pp2 cp2", pp=2, cp=2),
-    Layout("cp2 dp2", cp=2, dp=2),
-]
-FACTORS: dict[str, list[Any]] = {
-    "rejection": [
-        {},
-        {"criteria": ["sequence_mean:ratio:0.9:1.11"], "veto_threshold": 0.4},
-        {"criteria": ["token:k3:0.2", "sequence_max:ratio:0.3:1.9"]},
-        {"criteria": ["sequence_max:binary_kl:0.004", "token:ratio:0.6:1.7"], "veto_threshold": 0.45},
-        {"criteria": ["token:k3:0.3"], "max_staleness": 1},
-        {"criteria": ["token:k2:0.03@away", "sequence_mean:ratio:0.9:1.1@negative"]},
-        {"criteria": ["sequence_max:k2:0.5", "sequence_mean:ratio:0.9:1.1@negative"], "policy": "current"},
+
+def hook_of(line: str, **model: Any) -> MegatronLoss:
+    config = mp.MismatchConfig.from_args(mp.add_arguments(ArgumentParser()).parse_args(line.split()))
+    fields = {"calculate_per_token_loss": True, "finalize_model_grads_func": None, **model}
+    return MegatronLoss(config, SimpleNamespace(**fields), ParallelGroups())
+
+
+@pytest.mark.parametrize(
+    ("line", "model", "sentence"),
+    [
+        (f"{NORMALIZED} --tis-batch-normalize-scope rollout_batch", {}, "use step"),
+        ("", {**MEAN, "mtp_num_layers": 1}, "switch calculate_per_token_loss on, or MTP off"),
+        (f"{NORMALIZED} {BYPASS} --mismatch-entropy-coef 0.1", {}, "there is also: an entropy term"),
+        (f"{NORMALIZED} {BYPASS} --mismatch-rollout-kl-coef 0.1", {}, "there is also: a penalty on the distance"),
+        (f"{NORMALIZED} {BYPASS}", MOE, "there is also: MoE aux loss"),
+        (f"{NORMALIZED} {BYPASS}", {"mtp_num_layers": 1}, "there is also: MTP"),
+        (f"{NORMALIZED} {BYPASS}", {"num_moe_experts": 4, "moe_z_loss_coeff": 0.1}, "there is also: MoE z-loss"),
+        (f"{BYPASS} {REJECTS}", MEAN, "algorithm 1 knows .*calculate_per_token_loss is off"),
+        (f"{BYPASS} {REJECTS}", MOE, "MoE aux loss"),
+        (f"{BYPASS} --use-tis {REJECTS} --mismatch-kl-coef 0.1", {}, "a KL term"),
+        (CURRENT, MEAN, "--rs-policy current knows its accepted tokens only after the step"),
+        (f"{CURRENT} --mismatch-kl-coef 0.1", {}, r"--rs-policy current knows .*\(a KL term"),
+        ("--rs-criterion token:k2:0.5 --rs-group exclude", {}, "--rs-group exclude cannot be had in the megatron-core"),
+        (f"{BACKEND} megatron --mismatch-entropy-coef 0.1", {}, "megatron gives no entropy, which an entropy term nee"),
+        (f"{BACKEND} transformer-engine --mismatch-metrics full", {}, "no entropy, which --mismatch-metrics full show"),
+        (f"{HEAD} {BACKEND} megatron", {}, f"{HEAD} .*{BACKEND} megatron"),
+        (f"{HEAD} {BACKEND} transformer-engine", {}, f"{HEAD} .*{BACKEND} transformer-engine"),
+        (HEAD, {"mtp_num_layers": 1}, "MTP gives the head other hidden states.*: leave it out"),
+        (HEAD, {"defer_embedding_wgrad_compute": True}, r"exact here \(defer_embedding_wgrad_compute.*: leave it out"),
+        (HEAD, {"use_mup": True}, "use_mup changes the logits after the head.*: leave it out"),
+        (HEAD, {"final_logit_softcapping": 30.0}, "final_logit_softcapping changes the logits after the head"),
     ],
-    "batch_normalize": [False, True],
-    "denominator": ["accepted", "original"],
-    "aggregation": ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"],
-    "terms": [
-        {},
-        {"entropy_coef": 0.01},
-        {"kl_coef": 0.1, "kl_type": "k3"},
-        {"rollout_kl_coef": 0.5, "rollout_kl_type": "k3"},
-    ],
-    "objective": ["ppo", "gspo", "cispo", "gmpo", "reinforce"],
-    "microbatches": [1, 4],
-    "form": ["thd", "bshd"],
-    "fused_head": [False, True],
-}
+)
+@pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
+def test_what_cannot_be_exact_is_refused_before_training(line: str, model: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        hook_of(line, **model)
+    if HEAD in line or "mtp" not in str(model):
+        hook_of("--use-tis", **model)  # the model by itself is fine
 
 
-def samples() -> tuple[Sample, ...]:
-    """Uneven lengths; one response of one token, one without a trained token, prompts longer than responses."""
-    generator = torch.Generator().manual_seed(0)
-
-    def ids(count: int) -> list[int]:
-        return torch.randint(0, VOCAB - 1, (count,), generator=generator).tolist()
-
-    made = []
-    for i, (prompt, response) in enumerate([(3, 9), (5, 14), (2, 1), (7, 6), (4, 11), (1, 5), (16, 3), (2, 8)]):
-        mask = (torch.rand(response, generator=generator) < 0.8).int().tolist()
-        mask = [1] if response == 1 else [0] * response if i == 5 else mask
-        sample = Sample(
-            advantages=float(torch.randn((), generator=generator)),
-            weight_versions=spans_of(torch.randint(3, 6, (response,), generator=generator).tolist()),
-            prompt_ids=ids(prompt),
-            response_ids=ids(response),
-            loss_mask=mask,
-            sample_id=f"s{i}",
-        )
-        made.append(sample.replace(kept_ids=kept_ids(sample.response_ids.tolist(), filtered=i % 2 == 1)))
-    return tuple(made)
+def test_a_report_folder_with_other_settings_is_refused(tmp_path: Path) -> None:
+    write_step(tmp_path, mp.MismatchConfig(), {"loss": 1.0})
+    line = f"--use-tis --mismatch-report-dir {tmp_path}"
+    with pytest.raises(ValueError, match="with use_tis False, now True: give this run another folder"):
+        hook_of(line)
+    hook_of(f"--use-tis --mismatch-report-dir {tmp_path / 'new'}")
 
 
-def kept_ids(response_ids: Sequence[int], filtered: bool) -> list[list[int]]:
-    """What a sampler's filters may have left at each token: the sampled id and two thirds of the others, or all."""
-    if not filtered:
-        return [[] for _ in response_ids]
-    return [[token, *(i for i in range(VOCAB) if (i + at) % 3 and i != token)] for at, token in enumerate(response_ids)]
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
+def test_a_head_that_is_no_plain_column_parallel_linear_is_refused() -> None:
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    from mismatch_plugin.hooks.megatron_core.model import hidden_states
+
+    class Scaled(ColumnParallelLinear):
+        pass
+
+    heads: dict[str, Any] = {
+        "is a Linear": torch.nn.Linear(2, 3, bias=False),
+        "has a bias": torch.nn.Linear(2, 3),
+        "is a Scaled": Scaled.__new__(Scaled),
+        "is a NoneType": None,
+    }
+    for message, head in heads.items():
+        model = SimpleNamespace(post_process=True, output_layer=head)
+        with pytest.raises(ValueError, match=f"this one {message}: leave it out"), hidden_states(model, []):
+            pass
 
 
-@cache
-def data(position: str) -> tuple[Sample, ...]:
-    """The samples with log-probs near the model's own, as another engine would return them."""
-    layout = Layout("dp1", samples=samples(), settings={"position": position})
-    own = launch(initial_log_probs, [layout], 1)[0][0]
-    generator = torch.Generator().manual_seed(1)
+def test_another_number_of_losses_than_expected_is_refused() -> None:
+    model = SimpleNamespace(compute_language_model_loss=lambda labels, logits: logits.sum())
+    found: list[torch.Tensor] = []
 
-    def near(values: torch.Tensor, scale: float) -> torch.Tensor:
-        noise = torch.randn(values.shape, generator=generator, dtype=torch.float64)
-        return (values + scale * noise).clamp(max=-1e-3)
+    def run(layers: int) -> None:
+        with logits_with_labels(SimpleNamespace(module=model), layers):
+            found.extend(model.compute_language_model_loss(None, torch.zeros(2, 1, 3)) for _ in range(2))
 
-    return tuple(rescored(sample, values, near) for sample, values in zip(layout.samples, own, strict=True))
+    run(1)
+    assert [one.shape for one in found] == [(), (1, 2, 3)]
+    model.compute_language_model_loss = lambda labels, logits: logits.sum()
+    with pytest.raises(RuntimeError, match="megatron computed 2 losses for 2 MTP layers and one head"):
+        run(2)
 
 
-def rescored(sample: Sample, values: torch.Tensor, near: Callable[[torch.Tensor, float], torch.Tensor]) -> Sample:
-    """The sample with log-probs of three policies near `values`, the sampler's over its kept ids."""
-    sampled = near(values, 0.3)
-    return sample.replace(
-        rollout_log_probs=sampled,
-        behaviour_log_probs=sampled,
-        train_log_probs=near(values, 0.1),
-        ref_log_probs=near(values, 0.2),
+def test_the_start_block_says_where_log_probs_come_from() -> None:
+    assert "log-probs from hidden states: logits are never whole" in hook_of(HEAD).config.describe()
+    assert "log-probs from logits: triton" in hook_of(f"{BACKEND} triton").config.describe()
+    assert "log-probs from" not in hook_of("").config.describe()
+    with pytest.raises(ValueError, match=r"log_prob_backend is 'liger': it should be 'auto', 'torch', 'triton'"):
+        mp.MismatchConfig.build({"log_prob_backend": "liger"})
+
+
+@pytest.mark.parametrize("name", ["", *get_args(Backend)])
+def test_every_backend_reaches_the_log_probs_and_the_default_is_auto(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def compute(logits: torch.Tensor, targets: torch.Tensor, *, backend: str, **options: Any) -> LogProbs:
+        asked.append(backend)
+        return LogProbs(logits.sum(-1)[: len(targets)], None)
+
+    monkeypatch.setattr(adapter, "vocab_parallel_log_probs", compute)
+    hook, batch = hook_of(f"{BACKEND} {name}" if name else "--use-tis"), make_batch([SAMPLE])
+    hook.start([batch])
+    hook.loss_func(batch, torch.zeros(1, 3, 5, requires_grad=True))
+    assert asked == [name or "auto"]
+
+
+@pytest.mark.parametrize(("line", "overwrites"), [("", True), ("--mismatch-inplace-logits off", False)])
+def test_the_gradient_is_written_over_logits_that_a_model_made(line: str, overwrites: bool) -> None:
+    """Never over the caller's own."""
+    batch = make_batch([SAMPLE])
+    for leaf in (True, False):
+        hook = hook_of(line)
+        hook.start([batch])
+        weight = torch.linspace(-1, 1, 15).view(1, 3, 5).requires_grad_()
+        logits = weight if leaf else weight * 2
+        before = logits.detach().clone()
+        hook.loss_func(batch, logits)[0].backward()
+        assert torch.equal(logits, before) == (leaf or not overwrites)
+        assert weight.grad is not None and weight.grad.abs().sum() > 0
+        if not leaf and overwrites:
+            assert torch.equal(logits * 2, weight.grad)
+
+
+def packed(rollout: list[float], old: list[float]) -> mp.PackedSequences:
+    masks, advantages = [[1] * len(old)], [torch.tensor(1.0)]
+    return mp.PackedSequences.from_lists(
+        rollout_log_probs=[torch.tensor(rollout)],
+        old_log_probs=[torch.tensor(old)],
+        loss_masks=masks,
+        advantages=advantages,
     )
 
 
-def runs() -> list[tuple[dict[str, Any], Run]]:
-    """Every algorithm × level × mode twice (turn, prefix once), the other factors so that all pairs of values occur."""
-    cores: list[dict[str, Any]] = [{"algorithm": a, "level": "token", "mode": "truncate"} for a in (0, 1)]
-    cores += [{"algorithm": 3, "level": "none", "mode": "truncate"}]
-    for algorithm, level, mode in product((2, 3), ("token", "sequence", "geometric"), ("truncate", "clip", "mask")):
-        cores.append({"algorithm": algorithm, "level": level, "mode": mode})
-    parts = [
-        {"algorithm": algorithm, "level": level, "mode": mode}
-        for algorithm, level, mode in product((2, 3), ("turn", "prefix"), ("clip", "mask"))
-    ]
-    chosen: list[tuple[dict[str, Any], Run]] = []
-    seen: set[Any] = set()
-    for index, core in enumerate(
-        [*cores, *cores, *(cores[:1] * 2), *cores[3:8], *parts]
-    ):  # with objectives more to pair
-        options = [
-            dict(zip(FACTORS, values, strict=True)) for values in product(*(range(len(v)) for v in FACTORS.values()))
-        ]
-        options = [{**core, **option} for option in options if legal({**core, **option})]
-        start = 17 * index % len(options)
-        best = max(options[start:] + options[:start], key=lambda option: gain(option, seen))
-        seen |= pairs(best)
-        chosen.append((best, run_of(best)))
-    return chosen
+def test_the_scale_of_expert_losses_needs_the_fed_tokens() -> None:
+    with pytest.raises(ValueError, match="pass MegatronBatch"):
+        hook_of("", **MOE).start([packed(VALUES, VALUES)])
+    with pytest.raises(ValueError, match=r"call start\(batches\) before the schedule"):
+        hook_of("").loss_func(make_batch([SAMPLE]), torch.zeros(1, 3, 5))
 
 
-def gain(option: dict[str, Any], seen: set[Any]) -> int:
-    """Pairs that are new; those of two factors, all of which must occur, count three times."""
-    return sum(3 if pair[0][0] in FACTORS and pair[1][0] in FACTORS else 1 for pair in pairs(option) - seen)
+def test_a_budget_goes_from_step_to_step() -> None:
+    """The first step has the bound as written, which rejects all but the token that is equal; the next keep half."""
+    hook = hook_of("--rs-criterion token:k2:1e-30:share=0.5", finalize_model_grads_func=lambda *_, **__: None)
+    old, chunk = [-1.0, -2.0, -3.0, -4.0], torch.nn.Linear(1, 1)
+    batch, kept = packed([-1.0, -2.1, -3.2, -4.3], old), []
+    for _ in range(3):
+        hook.start([batch])
+        hook.from_log_probs(torch.tensor(old).requires_grad_(), batch)
+        hook.finalize_model_grads([chunk])
+        kept.append(hook.metrics()["rollout_corr/accepted_token_fraction"])
+    assert kept == [0.25, 0.5, 0.5]
 
 
-def legal(option: dict[str, Any]) -> bool:
-    """What the hook can make exact."""
-    current = "policy" in FACTORS["rejection"][option["rejection"]]
-    if current and option["algorithm"] in (1, 3):
-        return False
-    late = current or option["algorithm"] in (1, 3)
-    if option["algorithm"] == 3 and option["objective"]:
-        return False
-    rejects = option["rejection"] or option["mode"] == "mask"
-    if option["batch_normalize"] and (option["algorithm"] < 2 or option["level"] == "none"):
-        return False
-    if option["batch_normalize"] and option["algorithm"] == 3 and option["terms"]:
-        return False
-    return not (late and rejects and option["terms"] and option["denominator"] == 0)
+# Samples of a batch ---------------------------------------------------------------------------------------------------
+
+MASKED = SAMPLE.replace(kept_ids=[[2, 4], [3]], behaviour_log_probs=[-0.5, 0.0], sample_id="q7")
 
 
-def pairs(option: dict[str, Any]) -> set[Any]:
-    return {tuple(sorted(pair)) for pair in combinations(((k, str(v)) for k, v in option.items()), 2)}
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kept_ids": [[2, 4], [9]]}, r"sample q7, position 1: the sampled id 3 is not among the 1 kept"),
+        ({"kept_ids": [[2, 4]]}, "kept_ids has 1 entries, response_ids 2"),
+        ({"kept_ids": None}, "sample q7 has no kept_ids and others have"),
+        ({"behaviour_log_probs": None}, "sample q7 has kept_ids and no behaviour_log_probs, the log-probs over them"),
+    ],
+)
+def test_masks_of_other_tokens_are_refused_by_sample_and_position(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_batch([MASKED, MASKED.replace(**change)])
 
 
-def run_of(option: dict[str, Any]) -> Run:
-    value = {name: choices[option[name]] for name, choices in FACTORS.items()}
-    algorithm, geometric = option["algorithm"], option["level"] == "geometric"
-    tis = {"level": option["level"], "mode": option["mode"], "upper_bound": 1.1 if geometric else 1.3}
-    tis["batch_normalize"] = value["batch_normalize"]
-    tis |= {"bound_growth": 0.5} if option["level"] == "prefix" else {}
-    terms = value["terms"]
-    if "rollout_kl_coef" in terms and (value["rejection"] or option["mode"] == "mask"):
-        terms = terms | {"rollout_kl_on": "accepted"}
-    config = {
-        "objective": value["objective"],
-        "ppo": {"eps_clip_low": 0.03, "eps_clip_high": 0.04} if value["objective"] == "gspo" else {},
-        "use_rollout_log_probs": bool(algorithm & 1),
-        "use_tis": bool(algorithm & 2),
-        "tis": tis if algorithm > 1 else {},
-        "rs": value["rejection"],
-        "terms": terms,
-        "denominator": value["denominator"],
-        "aggregation": value["aggregation"],
-        "length_norm": 8.0 if value["aggregation"] == "seq-mean-token-sum" and algorithm % 2 else None,
-        "metrics": "full",
-        "fused_head": value["fused_head"],
-    }
-    if value["objective"] == "gspo":  # its own 3e-4 clips all that these rejections leave
-        config["ppo"] = {"eps_clip_low": 0.1, "eps_clip_high": 0.1}
-    return Run(config, value["microbatches"], value["form"])
-
-
-RUNS = runs()
-SINGLE: list[Run] = [run for _, run in RUNS[3:21:4]]
-"""A few of them again in float32."""
-
-
-def position_of(layout: Layout) -> str:
-    return layout.settings.get("position", "rope")
-
-
-@cache
-def reference(position: str) -> list[Outcome]:
-    layout = Layout("plain", settings={"position": position}, samples=data(position), runs=tuple(r for _, r in RUNS))
-    return launch(run_plainly, [layout], 1)[0][0]
-
-
-@cache
-def outcomes(world: int) -> dict[str, list[list[Outcome]]]:
-    """Layout name -> per rank, per run. One launch: all layouts in float64, then all in float32."""
-    layouts = [layout for layout in LAYOUTS if layout.world == world]
-    double = [replace(x, samples=data(position_of(x)), runs=tuple(r for _, r in RUNS)) for x in layouts]
-    single = [
-        replace(x, name=f"{x.name} float32", runs=tuple(SINGLE), settings={**x.settings, "dtype": "float32"})
-        for x in double
-    ]
-    every = [*double, *single]
-    return {layout.name: ranks for layout, ranks in zip(every, launch(run_layout, every, world), strict=True)}
-
-
-def assert_gradients(got: Gradients, expected: Gradients, tolerance: float, label: object) -> None:
-    """Equal to `tolerance` of each parameter's largest element."""
-    assert got.keys() == expected.keys()
-    for name, gradient in expected.items():
-        scale = max(float(gradient.abs().max()), 1e-3)
-        assert float((got[name] - gradient).abs().max()) <= tolerance * scale, (name, label)
-
-
-def compare(got: list[Outcome], expected: Outcome, tolerance: float, label: str) -> None:
-    assert not any(rank.error for rank in got), [rank.error for rank in got]
-    assert_gradients(next(rank.gradients for rank in got if rank.gradients), expected.gradients, tolerance, label)
-    reporting = [rank.metrics for rank in got if rank.metrics]
-    assert reporting
-    for metrics in reporting:
-        assert metrics.keys() == expected.metrics.keys()
-        for name, value in expected.metrics.items():
-            assert metrics[name] == pytest.approx(value, rel=tolerance, abs=tolerance), (name, label)
-
-
-def compare_reports(got: list[Outcome], metrics: dict[str, float], run: Run, tp: int, label: str) -> None:
-    """What loss_func reports, summed over micro-batches and ranks (each of `tp` alike): loss sum and denominator."""
-    reports = [report for rank in got for report in rank.reports]
-    totals = {name: sum(report[name] for report in reports) / tp for name in ("policy_loss", "denominator")}
-    config, of = run.config, {name.removeprefix("rollout_corr/"): value for name, value in metrics.items()}
-    units, share = ("tokens", "token") if config["aggregation"] == "token-mean" else ("sequences", "seq")
-    denominator = of[units] * (of[f"accepted_{share}_fraction"] if config["denominator"] == "accepted" else 1.0)
-    late = config["use_rollout_log_probs"] and config["use_tis"]
-    # Algorithm 3's mean weight is known, and divides the gradients, only after the micro-batches.
-    factor = of["rollout_is_batch_norm_factor"] if late and config["tis"]["batch_normalize"] else 1.0
-    assert totals["denominator"] == pytest.approx(denominator, rel=1e-9), label
-    assert totals["policy_loss"] == pytest.approx(of["pg_loss"] * denominator * factor, rel=1e-7, abs=1e-9), label
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_layout_gives_the_same(layout: Layout) -> None:
-    ranks = outcomes(layout.world)[layout.name]
-    for number, (_, run) in enumerate(RUNS):
-        got, expected = [rank[number] for rank in ranks], reference(position_of(layout))[number]
-        compare(got, expected, 1e-7, str(run))
-        compare_reports(got, expected.metrics, run, layout.tp, str(run))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_layout_gives_the_same_in_single_precision(layout: Layout) -> None:
-    """The model in float32: quantiles, whose bins are finer than its rounding, are compared in float64 only."""
-    numbers = [number for number, (_, run) in enumerate(RUNS) if run in SINGLE]
-    for place, number in enumerate(numbers):
-        expected = reference(position_of(layout))[number]
-        coarse = {k: v for k, v in expected.metrics.items() if "ratio_p" not in k}
-        got = [rank[place] for rank in outcomes(layout.world)[f"{layout.name} float32"]]
-        trimmed = [replace(o, metrics={k: v for k, v in o.metrics.items() if k in coarse}) for o in got]
-        compare(trimmed, replace(expected, metrics=coarse), 1e-5, str(RUNS[number]))
-
-
-def test_the_runs_differ_and_reject_something() -> None:
-    """A reference in which nothing is rejected, weighted or clipped would prove nothing."""
-    metrics = [outcome.metrics for outcome in reference("rope")]
-    accepted = [m["rollout_corr/accepted_token_fraction"] for m in metrics]
-    assert sum(0 < share < 1 for share in accepted) >= 20
-    assert max(m.get("rollout_corr/rollout_is_weight_after_std", 0) for m in metrics) > 0.1
-    norms = [sum(float(g.norm()) for g in outcome.gradients.values()) for outcome in reference("rope")]
-    assert min(norms) > 1e-3 and len({round(norm, 9) for norm in norms}) > 30
-
-
-def test_every_pair_of_settings_occurs() -> None:
-    counts = Counter((o["algorithm"], o["level"], o["mode"]) for o, _ in RUNS)
-    wanted = set(product((2, 3), ("token", "sequence", "geometric"), ("truncate", "clip", "mask")))
-    assert all(counts[core] >= 2 for core in wanted)
-    assert set(product((2, 3), ("turn", "prefix"), ("clip", "mask"))) <= counts.keys()
-    covered = set().union(*(pairs(option) for option, _ in RUNS))
-    values = [[(name, str(i)) for i in range(len(choices))] for name, choices in FACTORS.items()]
-    needed = {tuple(sorted((a, b))) for x, y in combinations(values, 2) for a, b in product(x, y)}
-    assert needed <= covered, sorted(needed - covered)
+def test_samples_keep_the_log_probs_that_fit_and_say_what_is_biased() -> None:
+    """Those over the kept ids where there are any. Tokens under the loss mask need no mask of their own."""
+    drawn = MASKED.replace(sampling={"top_p": 0.9}, weight_versions=spans_of(["v3", "v4"]))
+    packed = make_batch([drawn], version_numbers={"v3": 3, "v4": 4}, trainer_version=4).packed
+    assert packed.rollout_log_probs is not None and packed.rollout_log_probs.tolist() == [-0.5, 0.0]
+    assert packed.weight_versions is not None and packed.weight_versions.tolist() == [3, 4]
+    assert packed.trainer_version == 4
+    with pytest.warns(mp.MismatchWarning, match="top_p=0.9 without the sampling mask"):
+        packed = make_batch([SAMPLE.replace(sampling={"top_p": 0.9})]).packed
+    assert packed.rollout_log_probs is not None and packed.rollout_log_probs.tolist() == VALUES
+    mask = make_batch([MASKED.replace(loss_mask=[0, 1], kept_ids=[[], [3, 4]])]).sampling_mask
+    assert mask is not None and (mask.offsets.tolist(), mask.token_ids.tolist()) == ([0, 2], [3, 4])
+    assert make_batch([SAMPLE]).sampling_mask is None

@@ -6,7 +6,6 @@ That every parallel layout gives the same with them is in `test_adapter`, half o
 from __future__ import annotations
 
 import math
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +15,9 @@ from torch import Tensor
 
 import mismatch_plugin as mp
 from mismatch_plugin.data.sample import Sample
-from mismatch_plugin.data.versions import spans_of
 from mismatch_plugin.hooks.megatron_core import MegatronLoss, make_batch
 from mismatch_plugin.log_probs import vocab_parallel_log_probs
 from mismatch_plugin.parallel.groups import ParallelGroups
-from tests.fixtures.sglang_check.policies import logits_of, recorded
 
 V, TOP_P = 5, 0.75
 EXACT: dict[str, Any] = {
@@ -50,6 +47,7 @@ def nucleus(row: Tensor) -> list[int]:
 
 
 KEPT = [nucleus(row) for row in ROLLOUT]
+assert all(1 < len(kept) < V for kept in KEPT)  # the filters cut something everywhere
 
 
 def filtered(logits: Tensor) -> Tensor:
@@ -104,10 +102,6 @@ def hooked(samples: list[Sample], theta: Tensor) -> tuple[Tensor, Tensor]:
     return -theta.grad, mp.correct(packed, mp.MismatchConfig(**EXACT)).weights[::2]
 
 
-def test_the_filters_cut_something_everywhere() -> None:
-    assert all(1 < len(kept) < V for kept in KEPT)
-
-
 def test_mean_ratio_is_the_kept_mass_without_masks_and_one_with_them() -> None:
     """Sequence level, so the kept mass of a whole response: Σ π_θ over what can be drawn, at least p² for μ itself."""
     mu = log_likelihood(filtered(ROLLOUT)).exp()
@@ -115,10 +109,7 @@ def test_mean_ratio_is_the_kept_mass_without_masks_and_one_with_them() -> None:
         mass = float(log_likelihood(table.log_softmax(-1)).exp().sum())
         assert float((mu * hooked(everything(masks=False), table)[1]).sum()) == pytest.approx(mass, rel=1e-12)
         assert float((mu * hooked(everything(masks=True), table)[1]).sum()) == pytest.approx(1.0, rel=1e-12)
-    equal = log_likelihood(ROLLOUT.log_softmax(-1)).exp().sum()
-    assert TOP_P**2 <= float(equal) < 0.9
-    single = torch.stack([row.softmax(-1)[kept].sum() for row, kept in zip(ROLLOUT, KEPT, strict=True)])
-    assert bool((single >= TOP_P).all()) and bool((single <= 1).all())
+    assert TOP_P**2 <= float(log_likelihood(ROLLOUT.log_softmax(-1)).exp().sum()) < 0.9
 
 
 def test_the_gradient_is_that_of_the_policy_filtered_as_the_sampler_was() -> None:
@@ -138,67 +129,3 @@ def test_the_gradient_is_that_of_the_policy_filtered_as_the_sampler_was() -> Non
     assert float((gradient(filtered) - whole).abs().max()) > 0.01
     dropped = [[i for i in range(V) if i not in kept] for kept in KEPT]
     assert all(float(row[out].abs().max()) == 0.0 for row, out in zip(gradient(filtered), dropped, strict=True))
-
-
-def test_tokens_under_the_loss_mask_need_no_mask_of_their_own() -> None:
-    samples = [everything(True)[0].replace(loss_mask=[0, 1], kept_ids=[[], KEPT[1]], response_ids=[4, KEPT[1][0]])]
-    batch = make_batch(samples, dtype=torch.float64)
-    assert batch.sampling_mask is not None and batch.sampling_mask.offsets.tolist() == [0, len(KEPT[1])]
-    assert batch.sampling_mask.token_ids.tolist() == KEPT[1]
-    assert make_batch(everything(False)).sampling_mask is None
-
-
-def test_masks_of_other_tokens_are_refused_by_sample_and_position() -> None:
-    first, second, *_ = everything(True)
-    lost = second.replace(sample_id="q7", kept_ids=[second.kept_ids[0], [9]])  # type: ignore[index]
-    with pytest.raises(ValueError, match=r"sample q7, position 1: the sampled id \d is not among the 1 kept"):
-        make_batch([first, lost])
-    with pytest.raises(ValueError, match="kept_ids has 1 entries, response_ids 2"):
-        second.replace(kept_ids=[[0, 1, 2, 3, 4]])
-    with pytest.raises(ValueError, match="sample 1 has no kept_ids and others have"):
-        make_batch([first, second.replace(kept_ids=None)])
-    with pytest.raises(ValueError, match="sample 1 has kept_ids and no behaviour_log_probs, the log-probs over them"):
-        make_batch([first, second.replace(behaviour_log_probs=None)])
-
-
-def test_a_real_server_s_masks_make_its_own_weights_agree() -> None:
-    """SGLang on CPU, top_k 20 and top_p 0.8, and the model that it served."""
-    records = recorded("float32_sampling_mask")
-    batch = make_batch([record.replace(advantages=1.0) for record in records])
-    logits = torch.cat(logits_of("float32", records))
-    assert len(logits) == len(batch.targets)  # one row a response token: all train
-    own: dict[bool, Tensor] = {}
-    for masked in (True, False):
-        mask = batch.sampling_mask if masked else None
-        temperature = records[0].sampling.temperature
-        found = vocab_parallel_log_probs(logits, batch.targets, temperature=temperature, sampling_mask=mask).log_probs
-        packed = batch.packed.replace(old_log_probs=found)
-        metrics = mp.correct(packed, mp.MismatchConfig(use_tis=True)).statistics.metrics()
-        own[masked] = torch.tensor([metrics["rollout_corr/rollout_is_ratio_mean"], metrics["rollout_corr/k3_kl"]])
-    assert own[True].tolist() == pytest.approx([1.0, 0.0], abs=1e-4)
-    assert 0.7 < float(own[False][0]) < 0.95
-
-
-def test_samples_keep_the_log_probs_that_fit_and_say_what_is_biased() -> None:
-    one = Sample(prompt_ids=[1], response_ids=[2, 3], rollout_log_probs=[-1.0, -2.0], advantages=2.0, sample_id="a")
-    drawn = one.replace(
-        kept_ids=[[2, 4], [3]],
-        behaviour_log_probs=[-0.5, 0.0],
-        sampling={"top_p": 0.9},
-        weight_versions=spans_of(["v3", "v4"]),
-    )
-    packed = make_batch([drawn], version_numbers={"v3": 3, "v4": 4}).packed
-    assert packed.rollout_log_probs is not None and packed.rollout_log_probs.tolist() == [-0.5, 0.0]
-    assert packed.weight_versions is not None and packed.weight_versions.tolist() == [3, 4]
-    with pytest.warns(mp.MismatchWarning, match="top_p=0.9 without the sampling mask"):
-        packed = make_batch([one.replace(sampling={"top_p": 0.9})]).packed
-    assert packed.rollout_log_probs is not None and packed.rollout_log_probs.tolist() == [-1.0, -2.0]
-
-
-def test_the_trainer_s_version_reaches_the_packed_batch() -> None:
-    samples = [
-        sample.replace(weight_versions=spans_of([1, 2])) for sample, _ in product(everything(True)[:1], range(2))
-    ]
-    batch = make_batch(samples, trainer_version=4)
-    assert batch.packed.trainer_version == 4 and batch.packed.weight_versions is not None
-    assert batch.packed.weight_versions.tolist() == [1, 2, 1, 2]

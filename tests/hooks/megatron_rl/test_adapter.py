@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,35 +29,7 @@ from tests.hooks.contracts.megatron_rl_batches import (
     run_loss,
     whole_sequences,
 )
-from tests.hooks.contracts.slime_source import function
-
-# Against our own reference --------------------------------------------------------------------------------------------
-
-
-def _reference(
-    config: mp.MismatchConfig, data: dict[str, Tensor], place: dict[str, Any]
-) -> tuple[Tensor, Tensor, mp.PolicyLoss]:
-    """Policy term and KL term as `policy_loss` sums them over sequences cut out one by one."""
-    where = whole_sequences(data, place)
-    current = data["current"].clone().requires_grad_()
-
-    def cut(values: Tensor) -> list[Tensor]:
-        return [values[row, part] for row, part in where]
-
-    packed = mp.PackedSequences.from_lists(
-        rollout_log_probs=cut(data["rollout"]),
-        loss_masks=[row.long() for row in cut(data["mask"])],
-        old_log_probs=cut(data["old"]),
-        ref_log_probs=cut(data["ref"]),
-        advantages=list(data["advantages"]),
-    )
-    result = mp.policy_loss(torch.cat(cut(current)), packed, config)
-    total = result.loss_sum + result.terms["kl"]
-    mask = data["mask"]
-    entropy = (-current.exp() * current * mask).sum()
-    (total - CLIP.entropy_weight * entropy).backward()
-    assert current.grad is not None
-    return total.detach() - CLIP.entropy_weight * entropy.detach(), current.grad, result
+from tests.hooks.contracts.slime_source import function, host_root
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -68,48 +38,56 @@ def _reference(
     [("0", "", ""), ("1", "", ""), ("2", "token", "mask"), ("2", "sequence", "clip"), ("3", "geometric", "truncate")],
 )
 def test_every_setting_equals_policy_loss(layout: str, algorithm: str, level: str, mode: str) -> None:
-    """With Megatron's own KL and entropy terms, and the metrics."""
-    weighted = algorithm in "23"
+    """Over sequences cut out one by one, with Megatron's own KL and entropy terms, and the metrics."""
     settings: dict[str, Any] = {"rs": {"criteria": ["sequence_max:k2:0.3"], "veto_threshold": 0.2}}
-    if weighted:
+    if algorithm in "23":
         settings["tis"] = {"level": level, "mode": mode, "upper_bound": 1.3, "batch_normalize": mode == "clip"}
     config = make_config(**ALGORITHMS[algorithm], **settings)
     data, place = LAYOUTS[layout]()
     terms, gradient, statistics = run_loss(config, data, place)
-    total, expected, reference = _reference(config, data, place)
-    assert reference.denominator > 0
-    assert reference.correction.keep.sum() < data["mask"].sum()  # something is rejected
-    torch.testing.assert_close((terms.loss * data["mask"]).sum(), total, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-13)
+
+    current, mask, where = data["current"].clone().requires_grad_(), data["mask"], whole_sequences(data, place)
+
+    def cut(values: Tensor) -> list[Tensor]:
+        return [values[row, part] for row, part in where]
+
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=cut(data["rollout"]),
+        loss_masks=[row.long() for row in cut(mask)],
+        old_log_probs=cut(data["old"]),
+        ref_log_probs=cut(data["ref"]),
+        advantages=list(data["advantages"]),
+    )
+    reference = mp.policy_loss(torch.cat(cut(current)), packed, config)
+    entropy = (-current.exp() * current * mask).sum()
+    total = reference.loss_sum + reference.terms["kl"] - CLIP.entropy_weight * entropy
+    total.backward()
+    assert current.grad is not None
+    assert reference.correction.keep.sum() < mask.sum()  # something is rejected
+    torch.testing.assert_close((terms.loss * mask).sum(), total.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, current.grad, rtol=1e-11, atol=1e-13)
     mine, theirs = statistics.metrics(), reference.statistics.metrics()
     assert mine == pytest.approx({name: theirs[name] for name in mine}, rel=1e-10, abs=1e-12)
     assert {"rollout_corr/pg_loss", "rollout_corr/ref_kl"} <= mine.keys()
 
 
-# Against Megatron's own -----------------------------------------------------------------------------------------------
-
-
-def _megatron_loss() -> Callable[..., tuple[Tensor, ...]]:
-    root = os.environ.get("MISMATCH_HOST_SRC")
-    path = Path(root or "", "Megatron-LM", "megatron/rl/rl_utils.py")
-    if root is None or not path.is_file():
-        pytest.skip("NOT RUN (host source absent)")
+@pytest.fixture(scope="module")
+def megatron_s_loss() -> Callable[..., tuple[Tensor, ...]]:
     names: dict[str, Any] = {"torch": torch}
-    module = ast.Module([function(path, "calculate_grpo_loss")], [])
+    module = ast.Module([function(host_root("Megatron-LM") / "megatron/rl/rl_utils.py", "calculate_grpo_loss")], [])
     exec(compile(module, "rl_utils.py", "exec"), names)
     return names["calculate_grpo_loss"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("bound", [None, 1.1, math.inf])
-def test_megatron_s_own_loss_where_semantics_agree(layout: str, bound: float | None) -> None:
+def test_megatron_s_own_loss_where_semantics_agree(layout: str, bound: float | None, megatron_s_loss: Any) -> None:
     """Algorithm 0, and algorithm 2 at token level, truncated above or (inf) not at all."""
-    theirs = _megatron_loss()
     data, place = LAYOUTS[layout]()
     config = make_config() if bound is None else make_config(use_tis=True, tis={"upper_bound": bound})
     mine, gradient, _ = run_loss(config, data, place)
     current = data["current"].clone().requires_grad_()
-    expected = theirs(
+    expected = megatron_s_loss(
         current_logprobs=current,
         old_logprobs=data["old"],
         ref_logprobs=data["ref"],
@@ -123,7 +101,6 @@ def test_megatron_s_own_loss_where_semantics_agree(layout: str, bound: float | N
         **place,
     )
     (expected[0] * data["mask"]).sum().backward()
-    assert len(mine) == len(expected)
     for name, a, b in zip(mine._fields, mine, expected, strict=True):
         assert a.shape == b.shape, name
         torch.testing.assert_close(a * data["mask"], b * data["mask"], rtol=1e-12, atol=1e-13, msg=name)
@@ -134,40 +111,35 @@ def test_megatron_s_own_loss_where_semantics_agree(layout: str, bound: float | N
 # Layouts --------------------------------------------------------------------------------------------------------------
 
 
-def test_bin_lengths_reach_to_the_next_sequence() -> None:
-    assert bin_lengths(STARTS, LENGTHS, WIDTH) == (6, 5, 6)
-    assert bin_lengths([], [], 5) == (5,)
-    assert bin_lengths([0, 5], [5, 4], 8) == (5, 3)
-    assert bin_lengths([0, 5, 9], [5, 4], 8) == (5, 3)  # with the start of its padding
-
-
 @pytest.mark.parametrize(
-    ("starts", "lengths", "message"),
+    ("starts", "lengths", "width", "found"),
     [
-        ([0, 4], [9, 2], "sequence 0 of the bin has 9 tokens"),
-        ([3, 1], [1, 1], "must ascend from 0"),
-        ([0, 5, 8], [5, 10], "the padding of a bin of 13 tokens starts at 8, and its last sequence ends at 15"),
-        ([0, 5, 14], [5, 4], "the padding of a bin of 13 tokens starts at 14"),
-        ([0, 4, 8, 12], [4, 4], "pass one of each a sequence"),
-        ([0, 4], [4, 4, 4], "pass one of each a sequence"),
-        ([0, 5], [5, -5], "lengths from 0"),
+        (STARTS, LENGTHS, WIDTH, (6, 5, 6)),  # to the next sequence
+        ([], [], 5, (5,)),
+        ([0, 5, 9], [5, 4], 8, (5, 3)),  # with the start of its padding
+        ([0, 4], [9, 2], 12, "sequence 0 of the bin has 9 tokens"),
+        ([3, 1], [1, 1], 12, "must ascend from 0"),
+        ([0, 5, 8], [5, 10], 12, "the padding of a bin of 13 tokens starts at 8, and its last sequence ends at 15"),
+        ([0, 5, 14], [5, 4], 12, "the padding of a bin of 13 tokens starts at 14"),
+        ([0, 4, 8, 12], [4, 4], 12, "pass one of each a sequence"),
+        ([0, 5], [5, -5], 12, "lengths from 0"),
     ],
 )
-def test_bins_that_overlap_are_refused(starts: list[int], lengths: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        bin_lengths(starts, lengths, 12)
+def test_a_bin_s_sequences_or_why_it_has_none(starts: list[int], lengths: list[int], width: int, found: Any) -> None:
+    if not isinstance(found, str):
+        assert bin_lengths(starts, lengths, width) == found
+        return
+    with pytest.raises(ValueError, match=found):
+        bin_lengths(starts, lengths, width)
 
 
-def test_an_empty_bin_is_a_zero_loss_on_the_graph() -> None:
+def test_an_empty_bin_is_a_zero_loss_on_the_graph_and_advantages_fit_the_sequences() -> None:
     data = random_tensors((1, 8), 0)
     data["mask"].zero_()
     config = make_config(use_tis=True, tis={"level": "sequence"}, rs={"veto_threshold": 0.1})
     terms, gradient, statistics = run_loss(config, data, {"seq_starts": [], "seq_lengths": []})
     assert terms.loss.requires_grad and not terms.loss.any() and not gradient.any()
     assert statistics.metrics()["rollout_corr/sequences"] == 0
-
-
-def test_one_advantage_a_sequence() -> None:
     data, place = rows()
     data["advantages"] = data["advantages"][:2]
     with pytest.raises(ValueError, match="advantages has 2 values for 3 sequences"):
@@ -192,68 +164,67 @@ def test_full_metrics_count_positions_in_the_response() -> None:
     """The first trained token is position 0 wherever the prompt ends: all fall in the first bucket."""
     data, place = rows()
     data["mask"][:, :4] = 0.0
-    _, _, statistics = run_loss(make_config(metrics="full"), data, place)
-    buckets = {name for name in statistics.metrics() if "log_ratio_by_position" in name}
-    assert len(buckets) == 1
+    metrics = run_loss(make_config(metrics="full"), data, place)[2].metrics()
+    assert len([name for name in metrics if "log_ratio_by_position" in name]) == 1
+
+
+def test_only_a_clip_or_algorithm_3_s_weight_counts_as_truncated() -> None:
+    data, place = rows()
+    for settings, truncates in (
+        ({"objective": "reinforce"}, False),
+        ({**ALGORITHMS["3"], "tis": {"upper_bound": 1.05}}, True),
+        ({}, True),
+    ):
+        terms = run_loss(make_config(**settings), data, place)[0]
+        assert bool(terms.truncated_from_above.any()) == bool(terms.truncated_from_below.any()) == truncates
 
 
 # Traps ----------------------------------------------------------------------------------------------------------------
 
 
-def test_slots_that_the_engine_did_not_report() -> None:
-    """A bin has 0.0 there, rows π_old: both are ratio 1, and a sequence's product is that of what was reported."""
+def test_slots_that_the_engine_did_not_report_have_ratio_1() -> None:
+    """A bin has 0.0 there: a sequence's product is that of what was reported."""
     config = make_config(use_tis=True, tis={"level": "sequence", "upper_bound": 50.0})
     data, place = one_bin()
     filled = {**data, "rollout": data["rollout"].clone()}
-    place_of = int(data["mask"][0, :5].nonzero()[0])
-    data["old"][0, place_of] = filled["old"][0, place_of] = -4.0
-    data["rollout"][0, place_of], filled["rollout"][0, place_of] = 0.0, -4.0
+    slot = int(data["mask"][0, :5].nonzero()[0])
+    data["old"][0, slot] = filled["old"][0, slot] = -4.0
+    data["rollout"][0, slot], filled["rollout"][0, slot] = 0.0, -4.0
     (a, gradient_a, _), (b, gradient_b, _) = run_loss(config, data, place), run_loss(config, filled, place)
     assert torch.equal(a.loss, b.loss) and torch.equal(gradient_a, gradient_b)
     poisoned, _, _ = run_loss(config, {**data, "rollout": data["rollout"].clone().fill_(-1.0)}, place)
     assert not torch.equal(a.loss, poisoned.loss)
 
 
-def test_a_sequence_of_which_nothing_was_reported_is_an_error() -> None:
+def test_a_sequence_of_which_nothing_was_reported_is_an_error_and_single_slots_may_be_dropped() -> None:
     """Its log-probs are missing: ratio 1 for all of it would hide that."""
-    config = make_config(use_tis=True)
     data, place = one_bin()
     start, length = STARTS[1], LENGTHS[1]
     data["rollout"][0, start : start + length - 1] = 0.0
+    statistics = run_loss(make_config(use_tis=True), data, place)[2]
     trained = int(data["mask"][0, start : start + length - 1].sum())
-    statistics = run_loss(config, data, place)[2]
-    assert trained > 0
-    assert statistics.sum_of("invalid_nan") == trained
+    assert statistics.sum_of("invalid_nan") == trained > 0
     with pytest.raises(mp.InvalidLogProbError, match="sequence 1, position"):
         statistics.metrics()
-
-
-def test_unreported_slots_can_be_counted_and_dropped() -> None:
-    config = make_config(use_tis=True, rollout_log_prob_policy="drop-token")
     data, place = one_bin()
     data["mask"][0, 1], data["rollout"][0, 1] = 1.0, 0.0
-    terms, _, statistics = run_loss(config, data, place)
+    terms, _, statistics = run_loss(make_config(use_tis=True, rollout_log_prob_policy="drop-token"), data, place)
     assert statistics.metrics()["rollout_corr/invalid_nan"] == 1
     kept = terms.loss[0, 1] - CLIP.kl_beta * terms.kl_term[0, 1] + CLIP.entropy_weight * terms.entropy_term[0, 1]
     assert float(kept.detach().abs()) < 1e-12
 
 
-def test_half_precision_is_widened() -> None:
+def test_half_precision_is_widened_and_rows_are_not_synced() -> None:
     data, place = rows(torch.bfloat16)
-    terms, gradient, _ = run_loss(make_config(use_tis=True), data, place)
-    assert {value.dtype for value in terms} == {torch.float32, torch.bool}
-    assert gradient.dtype == torch.bfloat16
-    wide, _, _ = run_loss(make_config(use_tis=True), {k: v.float() for k, v in data.items()}, place)
-    assert torch.equal(terms.loss, wide.loss)
-
-
-def test_no_host_sync_in_rows() -> None:
-    data, place = rows(torch.float32)
     config = make_config(use_tis=True, tis={"level": "sequence"}, rs={"criteria": ["sequence_mean:ratio:1.1"]})
     run_loss(config, data, place)  # constants are made once
+    terms, gradient, _ = run_loss(config, data, place)
+    assert {value.dtype for value in terms} == {torch.float32, torch.bool}
+    assert gradient.dtype == torch.bfloat16
+    wide = {name: value.float() for name, value in data.items()}
     with OperationCounter() as counter:
-        run_loss(config, data, place)
-    assert counter.syncs == []
+        found = run_loss(config, wide, place)[0]
+    assert torch.equal(terms.loss, found.loss) and counter.syncs == []
 
 
 # Without a loss mask --------------------------------------------------------------------------------------------------
@@ -264,12 +235,9 @@ def test_token_level_needs_no_mask(algorithm: str) -> None:
     config = without_mask(make_config(**ALGORITHMS[algorithm]))
     for layout in LAYOUTS.values():
         data, place = layout()
-        (masked, gradient, _), (bare, bare_gradient, _) = (
-            run_loss(config, data, place),
-            run_loss(config, data, place, False),
-        )
+        (masked, gradient, _), (bare, other, _) = (run_loss(config, data, place, given) for given in (True, False))
         torch.testing.assert_close(bare.loss * data["mask"], masked.loss * data["mask"], rtol=0, atol=0)
-        assert torch.equal(gradient, bare_gradient)
+        assert torch.equal(gradient, other)
 
 
 @pytest.mark.parametrize(

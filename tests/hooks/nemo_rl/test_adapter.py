@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 import pickle
-import re
 import sys
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,6 +19,7 @@ from mismatch_plugin.hooks.nemo_rl import MismatchLoss, describe, settings, with
 from mismatch_plugin.hooks.nemo_rl.adapter import setup_with_loss
 from mismatch_plugin.report.log import read_steps
 from tests.hooks.contracts import nemo_rl as contract
+from tests.hooks.contracts.slime_source import host_root
 
 NO_KL: dict[str, Any] = {"reference_policy_kl_penalty": 0.0}
 # Prompt, response, padding; a tool's output inside the first row; the third row is no valid sample.
@@ -116,10 +114,12 @@ def test_a_token_without_a_log_prob_is_out_of_the_penalty_too(value: float, poli
 
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("token_level", [True, False])
-def test_equals_policy_loss(name: str, token_level: bool) -> None:
-    loss = build(BLOCKS[name], **NO_KL, token_level_loss=token_level, ratio_clip_max=0.28)
+def test_equals_policy_loss_whole_and_row_by_row(name: str, token_level: bool) -> None:
+    """Rows one by one, as NeMo-RL's sequence packing makes them, add up: loss, gradient and metrics. Pickled before, as
+    the loss travels to the workers."""
+    loss = pickle.loads(pickle.dumps(build(BLOCKS[name], **NO_KL, token_level_loss=token_level, ratio_clip_max=0.28)))
     log_probs, data = batch()
-    toks, seqs = 31.0, 7.0  # of the whole step, which holds more than this batch
+    toks, seqs = float(MASK.sum()), float(SAMPLE_MASK.sum())
     value, gradient, metrics = call(loss, log_probs, data, toks, seqs)
 
     rows = log_probs.clone().requires_grad_()
@@ -130,47 +130,27 @@ def test_equals_policy_loss(name: str, token_level: bool) -> None:
     torch.testing.assert_close(value, expected.detach(), rtol=1e-7, atol=1e-12)
     torch.testing.assert_close(gradient, rows.grad, rtol=1e-7, atol=1e-12)
     assert metrics["loss"] == float(value) and metrics["num_valid_samples"] == 3.0
+    if loss.config.rs.policy != "current":
+        train = log_probs if loss.config.use_rollout_log_probs else data["prev_logprobs"][:, 1:]
+        gap = (train - data["generation_logprobs"][:, 1:])[MASK[:, 1:] > 0]
+        assert metrics["gen_kl_error"] == pytest.approx(float((gap.exp() - 1 - gap).sum()) / toks, rel=1e-6)
+        assert metrics["token_mult_prob_error"] == pytest.approx(float(gap.abs().exp().sum()) / toks, rel=1e-6)
     if loss.config.rejects:
         assert 0 < result.correction.keep.sum() < MASK.sum()
 
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_metrics_and_losses_add_up_to_those_of_the_whole_step(name: str) -> None:
-    """One call on all rows against one call a row, as NeMo-RL's sequence packing makes them."""
-    loss = build(BLOCKS[name], **NO_KL)
-    log_probs, data = batch(1)
-    toks, seqs = float(MASK.sum()), float(SAMPLE_MASK.sum())
-    whole, gradient, metrics = call(loss, log_probs, data, toks, seqs)
     parts = [
         call(loss, log_probs[i : i + 1], {key: value[i : i + 1] for key, value in data.items()}, toks, seqs)
         for i in range(4)
     ]
-    torch.testing.assert_close(sum(part[0] for part in parts), whole, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(sum(part[0] for part in parts), value, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(torch.cat([part[1] for part in parts]), gradient, rtol=1e-9, atol=1e-12)
     for key, value in metrics.items():
         assert sum(part[2].get(key, 0.0) for part in parts) == pytest.approx(value, rel=1e-9, abs=1e-9), key
-    expected = mp.policy_loss(log_probs.flatten(), packed_of(data), loss.config).statistics.metrics()
-    compared = [key for key in metrics if key in expected]
+    theirs = result.statistics.metrics()
+    compared = [key for key in metrics if key in theirs]
     assert len(compared) >= 15
     for key in compared:
-        assert metrics[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-12), key
-
-
-def test_a_token_that_is_only_measured_and_invalid_counts_as_one_on_which_both_agree() -> None:
-    """NeMo-RL's count of the step has it; the metrics are those of the same batch with ratio 1 there."""
-    log_probs, data = batch()
-    data["generation_logprobs"][1, 4] = data["prev_logprobs"][1, 4]
-    loss = build({}, **NO_KL)
-    whole = call(loss, log_probs, data, float(MASK.sum()), 3.0)[2]
-    data["generation_logprobs"][1, 4] = torch.nan
-    without = call(loss, log_probs, data, float(MASK.sum()), 3.0)[2]
-    for name in ("rollout_is_mean", "rollout_is_ratio_mean", "accepted_token_fraction", "kl", "k3_kl", "chi2_token"):
-        assert without[f"rollout_corr/{name}"] == pytest.approx(whole[f"rollout_corr/{name}"], rel=1e-12), name
-
-
-def test_no_metric_is_handed_over_where_metrics_are_off() -> None:
-    names = call(build({"metrics": "off"}, **NO_KL), *batch(), 9, 3)[2].keys()
-    assert not [name for name in names if name.startswith("rollout_corr/")] and set(contract.READ_METRICS) <= names
+        assert metrics[key] == pytest.approx(theirs[key], rel=1e-9, abs=1e-12), key
 
 
 def test_old_log_probs_are_read_only_where_they_are_needed() -> None:
@@ -189,125 +169,35 @@ def test_old_log_probs_are_read_only_where_they_are_needed() -> None:
     torch.testing.assert_close(gradient, -advantages / 9, rtol=1e-7, atol=1e-12)
 
 
-def test_a_log_prob_that_is_none_is_named() -> None:
+def test_what_stops_a_micro_batch() -> None:
     log_probs, data = batch()
+    metrics = call(build({}, **NO_KL), log_probs, data, float(MASK.sum()), 3)[2]
+    k3_kl = metrics["rollout_corr/k3_kl"]
+    off = call(build({"metrics": "off"}, **NO_KL), log_probs, data, 9, 3)[2]
+    assert [name for name in metrics if name not in off] == [name for name in metrics if "rollout_corr/" in name]
+    assert set(contract.READ_METRICS) <= off.keys()
+    with pytest.raises(mp.GateError, match="--mismatch-gate-kl"):
+        call(build({"gate_kl": 0.99 * k3_kl}, **NO_KL), log_probs, data, 9, 3)
+    call(build({"gate_kl": 1.01 * k3_kl}, **NO_KL), log_probs, data, 9, 3)
+    with pytest.raises(ValueError, match=r"\(4, 6\), the token mask without its first column \(4, 7\)"):
+        call(build({}, **NO_KL), log_probs[:, 1:], data, 9, 3)
     data["generation_logprobs"][1, 4] = torch.nan
     with pytest.raises(mp.InvalidLogProbError, match="sequence 1, position 3"):
         call(build(BLOCKS["3 token"], **NO_KL), log_probs, data, 9, 3)
 
 
-def test_the_gate_judges_a_micro_batch() -> None:
-    k3_kl = call(build({}, **NO_KL), *batch(), float(MASK.sum()), 3)[2]["rollout_corr/k3_kl"]
-    with pytest.raises(mp.GateError, match="--mismatch-gate-kl"):
-        call(build({"gate_kl": 0.99 * k3_kl}, **NO_KL), *batch(), 9, 3)
-    call(build({"gate_kl": 1.01 * k3_kl}, **NO_KL), *batch(), 9, 3)
-
-
-def test_shapes_must_agree() -> None:
-    log_probs, data = batch()
-    with pytest.raises(ValueError, match=r"\(4, 6\), the token mask without its first column \(4, 7\)"):
-        call(build({}, **NO_KL), log_probs[:, 1:], data, 9, 3)
-
-
-# Settings -------------------------------------------------------------------------------------------------------------
-
-
-def test_nemo_rls_own_correction_is_understood() -> None:
-    def tis(**host: Any) -> mp.MismatchConfig:
-        return build({}, use_importance_sampling_correction=True, **host).config
-
-    def typed(kind: str, low: float | None, high: float) -> mp.MismatchConfig:
-        name = "truncated_importance_sampling"
-        return tis(**{f"{name}_type": kind, f"{name}_ratio": high, f"{name}_ratio_min": low})
-
-    # Without a type NeMo-RL bounds nothing, whatever its ratio says: our bound holds.
-    for bound in ({}, {"truncated_importance_sampling_ratio": None}):
-        assert tis(**bound).replace(denominator="auto") == mp.preset("token_is")
-    with pytest.raises(ValueError, match="truncated_importance_sampling_ratio is None, which is not a number"):
-        tis(truncated_importance_sampling_type="tis", truncated_importance_sampling_ratio=None)
-    clip = typed("tis", None, 2.0).tis
-    assert (clip.mode, clip.lower_bound, clip.upper_bound, clip.level) == ("clip", 0.0, 2.0, "token")
-    assert typed("icepop", 0.5, 5.0).tis.mode == "mask"
-    masked = typed("seq-mask-tis", 0.999, 1.002)
-    assert [(c.name, c.lower_bound, c.upper_bound) for c in masked.criteria] == [("sequence_mean_ratio", 0.999, 1.002)]
-    assert settings({"mismatch": {"preset": "pg_is"}}).algorithm == 3
+def test_settings_by_hand() -> None:
+    """NeMo-RL's configuration as an object, a preset in our block, and misspelt settings."""
     section = SimpleNamespace(model_dump=lambda: {"ratio_clip_min": 0.1, "mismatch": {"use_rollout_log_probs": True}})
     config = settings(SimpleNamespace(loss_fn=section))
     assert (config.algorithm, config.ppo.eps_clip_low, config.denominator) == (1, 0.1, "original")
-
-
-@pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
-def test_nemo_rls_switches_are_objectives() -> None:
-    cispo = build({}, use_cispo=True, ratio_clip_min=2.0, ratio_clip_max=0.3).config
-    assert (cispo.objective, cispo.ppo.eps_clip_low, cispo.ppo.eps_clip_high) == ("cispo", 1.0, 0.3)
-    gspo: dict[str, Any] = {"sequence_level_importance_ratios": True, "token_level_loss": False}
-    config = build({}, **gspo, ratio_clip_min=3e-4, ratio_clip_max=4e-4).config
-    assert (config.objective, config.ppo.eps_clip_high, config.algorithm) == ("gspo", 4e-4, 0)
-    # As NeMo-RL weighs it.
-    assert build({}, **gspo, use_importance_sampling_correction=True).config.tis.level == "sequence"
-    ours = build({"tis": {"upper_bound": 3.0}}, **gspo, use_importance_sampling_correction=True).config
-    assert (ours.tis.level, ours.tis.upper_bound) == ("sequence", 3.0)
-    plain = build({}, disable_ppo_ratio=True).config
-    assert (plain.algorithm, plain.objective, plain.policy_objective) == (0, "reinforce", "reinforce")
-    both = {"use_tis": True, "use_rollout_log_probs": True, "tis": {"level": "sequence"}}
-    assert build(both, disable_ppo_ratio=True).config.algorithm == 3  # REINFORCE already
-    forced = {"disable_ppo_ratio": True, "force_on_policy_ratio": True, "mismatch": {}}
-    assert settings(forced).objective == "ppo"  # whose ratio is 1
-    assert "disable_ppo_ratio: no effect next to force_on_policy_ratio" in "\n".join(describe(settings(forced), forced))
-    host = {**gspo, "mismatch": {}}
-    assert "objective: gspo, ratio in [0.8, 1.2]" in describe(settings(host), host)
-
-
-@pytest.mark.parametrize(
-    ("host", "block", "sentence"),
-    [
-        ({"use_cispo": True, "disable_ppo_ratio": True}, {}, "disable_ppo_ratio and use_cispo make different losses"),
-        (
-            {"use_cispo": True}, {"objective": "gspo"},
-            "sequence_level_importance_ratios, which makes it cispo",
-        ),
-        (
-            {"sequence_level_importance_ratios": True}, {"use_tis": True, "use_rollout_log_probs": True},
-            "loss_fn.sequence_level_importance_ratios clips π_θ/π_old, and algorithm 3 is REINFORCE",
-        ),
-        ({"positive_example_nll_weight": 0.1}, {}, "likelihood"),
-        (
-            {}, {"use_tis": True, "tis": {"batch_normalize": True, "batch_normalize_scope": "step"}},
-            "tis.batch_normalize_scope step is not what NeMo-RL gives in algorithm 2: choose micro_batch or auto",
-        ),
-        ({}, {"use_tsi": True}, "did you mean use_tis"),
-        ({}, {"preset": "pg_iss"}, "did you mean pg_is"),
-        ({"use_importance_sampling_correction": True}, {"preset": "disabled"}, "has none: switch it off"),
-        ({"use_importance_sampling_correction": True}, {"use_tis": False}, "has none: switch it off"),
-        (
-            {
-                "use_importance_sampling_correction": True, "truncated_importance_sampling_type": "tis",
-                "truncated_importance_sampling_ratio": 2.0,
-            },
-            {"tis": {"upper_bound": 3.0}},
-            "tis.upper_bound 3.0 contradicts NeMo-RL's loss_fn.truncated_importance_sampling_…, which makes it 2.0",
-        ),
-        (
-            {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0},
-            {"use_rollout_log_probs": True},
-            "is next to mismatch.use_rollout_log_probs",
-        ),
-    ],
-)  # fmt: skip
-@pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
-def test_contradictions_are_refused_with_what_to_change(
-    host: dict[str, Any], block: dict[str, Any], sentence: str
-) -> None:
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        settings({**host, "mismatch": block})
-
-
-def test_the_block_says_what_runs() -> None:
-    host = {"mismatch": BLOCKS["3 sequence"], "use_importance_sampling_correction": True}
-    lines = "\n".join(describe(settings(host), host))
-    assert "algorithm 3: REINFORCE + IS" in lines and "force_on_policy_ratio=true skips it" in lines
-    assert "use_importance_sampling_correction has no effect" in lines
-    assert "divided as in NeMo-RL: by the step's tokens; rejected ones still count" in lines
+    assert settings({"mismatch": {"preset": "pg_is"}}).algorithm == 3
+    assert describe(config, {"loss_fn": {"mismatch": {}}})[0] == "algorithm 1: bypass PPO"
+    for block, message in (({"use_tsi": True}, "did you mean use_tis"), ({"preset": "pg_iss"}, "did you mean pg_is")):
+        with pytest.raises(ValueError, match=message):
+            settings({"mismatch": block})
+    with pytest.raises(ValueError, match="has none: switch it off"):
+        settings({"use_importance_sampling_correction": True, "mismatch": {"use_tis": False}})
 
 
 # Where it is put ------------------------------------------------------------------------------------------------------
@@ -359,39 +249,30 @@ def test_a_report_folder_gets_each_step_that_the_logger_gets(tmp_path: Path) -> 
         with_mismatch_loss(lambda master_config: ("policy", own))(config)
 
 
-def test_the_loss_travels_to_the_workers() -> None:
-    loss = pickle.loads(pickle.dumps(build(BLOCKS["3 sequence"], **NO_KL)))
-    log_probs, data = batch()
-    original = build(BLOCKS["3 sequence"], **NO_KL)
-    torch.testing.assert_close(call(loss, log_probs, data, 9, 3)[:2], call(original, log_probs, data, 9, 3)[:2])
-
-
-@pytest.fixture
-def source() -> Path:
-    root = Path(os.environ.get("MISMATCH_HOST_SRC", ""), "NeMo-RL")
-    if not os.environ.get("MISMATCH_HOST_SRC") or not (root / contract.LOSSES).is_file():
-        pytest.skip("NOT RUN (host source absent)")
-    return root
-
+# NeMo-RL's own loss, from a checkout ----------------------------------------------------------------------------------
 
 _TIS = "truncated_importance_sampling"
 _CORRECTED = {"use_importance_sampling_correction": True}
+
+
+def _corrected(kind: str, low: float, high: float) -> dict[str, Any]:
+    return {**_CORRECTED, f"{_TIS}_type": kind, f"{_TIS}_ratio": high, f"{_TIS}_ratio_min": low}
+
+
+_GSPO = {"sequence_level_importance_ratios": True, "ratio_clip_min": 0.02, "ratio_clip_max": 0.03}
+_CISPO = {"use_cispo": True, "ratio_clip_min": 0.3, "ratio_clip_max": 0.2}
 OWN_LOSSES: dict[str, dict[str, Any]] = {
-    "ppo": {**NO_KL, "ratio_clip_max": 0.28},
-    "dual clip": {**NO_KL, "ratio_clip_c": 1.3},
-    "on policy": {**NO_KL, "force_on_policy_ratio": True},
-    "correction": {**NO_KL, **_CORRECTED},
-    "tis": {**NO_KL, **_CORRECTED, f"{_TIS}_type": "tis", f"{_TIS}_ratio": 1.2, f"{_TIS}_ratio_min": 0.8},
-    "icepop": {**NO_KL, **_CORRECTED, f"{_TIS}_type": "icepop", f"{_TIS}_ratio": 1.3, f"{_TIS}_ratio_min": 0.8},
-    "seq-mask-tis": {
-        **NO_KL, **_CORRECTED, f"{_TIS}_type": "seq-mask-tis", f"{_TIS}_ratio": 1.05, f"{_TIS}_ratio_min": 0.95,
-    },
-    "reinforce": {**NO_KL, "disable_ppo_ratio": True},
-    "reinforce, correction": {**NO_KL, **_CORRECTED, "disable_ppo_ratio": True},
-    "reinforce, on policy": {**NO_KL, **_CORRECTED, "disable_ppo_ratio": True, "force_on_policy_ratio": True},
+    "ppo": {"ratio_clip_max": 0.28},
+    "dual clip": {"ratio_clip_c": 1.3},
+    "on policy": {"force_on_policy_ratio": True},
+    "correction": _CORRECTED,
+    "tis": _corrected("tis", 0.8, 1.2),
+    "icepop": _corrected("icepop", 0.8, 1.3),
+    "seq-mask-tis": _corrected("seq-mask-tis", 0.95, 1.05),
+    "reinforce, correction": {**_CORRECTED, "disable_ppo_ratio": True},
+    "reinforce, on policy": {**_CORRECTED, "disable_ppo_ratio": True, "force_on_policy_ratio": True},
     "kl k1": {"reference_policy_kl_penalty": 0.3, "reference_policy_kl_type": "k1"},
     "kl k2": {"reference_policy_kl_penalty": 0.3, "reference_policy_kl_type": "k2"},
-    "kl k3": {"reference_policy_kl_penalty": 0.3},
     "kl clamped": {
         "reference_policy_kl_penalty": 0.3, "kl_input_clamp_value": 0.3, "kl_output_clamp_value": 0.03,
     },
@@ -400,96 +281,49 @@ OWN_LOSSES: dict[str, dict[str, Any]] = {
     },
     "kl from the rollout": {"reference_policy_kl_penalty": 0.3, "use_on_policy_kl_approximation": True},
     "kl in the reward": {"reference_policy_kl_penalty": 0.3, "use_kl_in_reward": True},
+    "cispo": _CISPO,  # NeMo-RL has it with the token-level loss only, and GSPO with the other
+    "cispo, correction": {**_CISPO, **_CORRECTED},
+    "gspo": _GSPO,
+    "gspo, dual clip": {**_GSPO, "ratio_clip_c": 1.05},
+    "gspo, correction": {**_GSPO, **_CORRECTED},
+    "gspo, tis": {**_GSPO, **_corrected("tis", 0.8, 1.2)},
+    "gspo, icepop": {**_GSPO, **_corrected("icepop", 0.6, 1.6)},
 }  # fmt: skip
-
-
-def _unbounded(host: Mapping[str, Any]) -> dict[str, Any]:
-    """Our block for NeMo-RL's own weights, which it bounds by nothing where the correction has no type."""
-    bare = host.get("use_importance_sampling_correction") and f"{_TIS}_type" not in host
-    return {"tis": {"upper_bound": math.inf}} if bare else {}
 
 
 @pytest.mark.parametrize("name", OWN_LOSSES)
 @pytest.mark.parametrize("token_level", [True, False])
-def test_equals_nemo_rls_own_loss(source: Path, name: str, token_level: bool) -> None:
-    host = {**OWN_LOSSES[name], "token_level_loss": token_level}
-    oracle, loss = contract.own_loss(source, host), build(_unbounded(host), **host)
+def test_equals_nemo_rls_own_loss(name: str, token_level: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NeMo-RL's GSPO has its gradient through the mean, ours through each token: the same for constant advantages."""
+    if ("cispo" in name and not token_level) or ("gspo" in name and token_level):
+        return
+    source, host = host_root("NeMo-RL"), {**NO_KL, **OWN_LOSSES[name], "token_level_loss": token_level}
+    # Its own weights are bounded by nothing where the correction has no type.
+    bare = host.get("use_importance_sampling_correction") and f"{_TIS}_type" not in host
+    interfaces = contract.interfaces(source)
+    for parent in ("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.loss"):
+        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    monkeypatch.setitem(sys.modules, interfaces.__name__, interfaces)
+    oracle, loss = contract.own_loss(source, host), build({"tis": {"upper_bound": math.inf}} if bare else {}, **host)
+    clipped = 0
     for seed in range(4):
         log_probs, data = batch(seed)
-        theirs, mine = call(oracle, log_probs, data, 31.0, 7.0), call(loss, log_probs, data, 31.0, 7.0)
-        torch.testing.assert_close(mine[0], theirs[0], rtol=1e-6, atol=1e-9)
-        torch.testing.assert_close(mine[1], theirs[1], rtol=1e-6, atol=1e-9)
-        assert mine[2]["num_valid_samples"] == theirs[2]["num_valid_samples"]
-        if name != "on policy":
-            for metric in ("token_mult_prob_error", "gen_kl_error"):
-                assert mine[2][metric] == pytest.approx(theirs[2][metric], rel=1e-6), metric
-        assert mine[2]["kl_penalty"] == pytest.approx(theirs[2]["kl_penalty"], rel=1e-6, abs=1e-9)
-
-
-@pytest.mark.parametrize("name", ["cispo", "cispo, correction"])
-def test_cispo_equals_nemo_rls_own(source: Path, name: str) -> None:
-    """NeMo-RL has it with the token-level loss only."""
-    host = {**NO_KL, "use_cispo": True, "ratio_clip_min": 0.3, "ratio_clip_max": 0.2}
-    same_as_nemo_rls_own(source, host | (_CORRECTED if "correction" in name else {}))
-
-
-_GSPO: dict[str, Any] = {
-    **NO_KL, "sequence_level_importance_ratios": True, "token_level_loss": False, "ratio_clip_min": 0.02,
-    "ratio_clip_max": 0.03,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"ratio_clip_c": 1.05},
-        _CORRECTED,
-        {**_CORRECTED, f"{_TIS}_type": "tis", f"{_TIS}_ratio": 1.2, f"{_TIS}_ratio_min": 0.8},
-        {**_CORRECTED, f"{_TIS}_type": "icepop", f"{_TIS}_ratio": 1.6, f"{_TIS}_ratio_min": 0.6},
-    ],
-    ids=["plain", "dual-clip", "correction", "tis", "icepop"],
-)
-def test_gspo_equals_nemo_rls_own_where_a_response_has_one_advantage(source: Path, more: dict[str, Any]) -> None:
-    """NeMo-RL's gradient passes through the mean, ours through each token: the same for constant advantages."""
-    same_as_nemo_rls_own(source, {**_GSPO, **more}, constant=True)
-
-
-def test_gspo_differs_from_nemo_rls_own_where_advantages_differ_in_a_response(source: Path) -> None:
-    (log_probs, data), host = batch(0), {**_GSPO, "ratio_clip_min": 1.0, "ratio_clip_max": 9.0}
-    theirs = call(contract.own_loss(source, host), log_probs, data, 31.0, 7.0)
-    mine = call(build({}, **host), log_probs, data, 31.0, 7.0)
-    torch.testing.assert_close(mine[0], theirs[0], rtol=1e-6, atol=1e-9)
-    assert (mine[1] - theirs[1]).abs().max() > 1e-3
-    torch.testing.assert_close(mine[1].sum(), theirs[1].sum(), rtol=1e-6, atol=1e-9)  # spread over other tokens
-
-
-def same_as_nemo_rls_own(source: Path, host: dict[str, Any], constant: bool = False) -> None:
-    oracle, loss, clipped = contract.own_loss(source, host), build(_unbounded(host), **host), 0
-    for seed in range(4):
-        log_probs, data = batch(seed)
-        if constant:
+        if "gspo" in name:
             data["advantages"] = data["advantages"][:, :1].expand(MASK.shape).contiguous()
         theirs, mine = call(oracle, log_probs, data, 31.0, 7.0), call(loss, log_probs, data, 31.0, 7.0)
         torch.testing.assert_close(mine[0], theirs[0], rtol=1e-6, atol=1e-9)
         torch.testing.assert_close(mine[1], theirs[1], rtol=1e-6, atol=1e-9)
         clipped += theirs[2]["probs_ratio"] != theirs[2]["probs_ratio_clamped"]
-    assert clipped  # the clip acts
-
-
-def test_nemo_rls_enums(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interfaces = contract.interfaces(source)
-    for parent in ("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.loss"):
-        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
-    monkeypatch.setitem(sys.modules, interfaces.__name__, interfaces)
-    for token_level in (True, False):
-        loss = build({}, **NO_KL, token_level_loss=token_level)
-        assert loss.input_type is interfaces.LossInputType.LOGPROB
-        oracle = contract.own_loss(source, {**NO_KL, "token_level_loss": token_level})
-        assert loss.loss_type.name == oracle.loss_type.name
-        mine = {name: kind.name for name, kind in loss.metric_normalizations.items()}
-        theirs = {name: kind.name for name, kind in oracle.metric_normalizations.items()}
-        shared = mine.keys() & theirs.keys()
-        assert {"loss", "kl_penalty", "token_mult_prob_error", "num_valid_samples"} <= shared
-        assert {name: mine[name] for name in shared} == {name: theirs[name] for name in shared}
-        assert call(loss, *batch(), 9, 3)[2].keys() <= mine.keys()
+        names = ["kl_penalty", "num_valid_samples"]
+        names += ["token_mult_prob_error", "gen_kl_error"] if name != "on policy" and "," not in name else []
+        for metric in names:
+            assert mine[2][metric] == pytest.approx(theirs[2][metric], rel=1e-6, abs=1e-9), metric
+    assert clipped or not {"gspo", "cispo"} & {*name.split(", ")}  # the clip acts
+    # What NeMo-RL reads off the loss object.
+    assert loss.input_type is interfaces.LossInputType.LOGPROB and loss.loss_type.name == oracle.loss_type.name
+    ours = {metric: kind.name for metric, kind in loss.metric_normalizations.items()}
+    own = {metric: kind.name for metric, kind in oracle.metric_normalizations.items()}
+    shared = ours.keys() & own.keys()
+    assert "gspo" in name or [metric for metric in shared if ours[metric] != own[metric]] == []
+    assert {"loss", "kl_penalty", "token_mult_prob_error", "num_valid_samples"} <= shared
+    assert call(loss, *batch(), 31.0, 7.0)[2].keys() <= ours.keys()

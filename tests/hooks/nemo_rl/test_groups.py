@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,26 +15,18 @@ import torch
 import mismatch_plugin as mp
 from mismatch_plugin.hooks.nemo_rl import settings, with_mismatch_loss
 from tests.hooks.contracts import nemo_rl as contract
+from tests.hooks.contracts.slime_source import host_root
 
 RS = {"criteria": ["sequence_mean:k3:0.05"]}
 PROMPTS = torch.tensor([[5, 5], [5, 6], [5, 5], [5, 5], [5, 6], [5, 6]])
 REWARDS = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 0.5])  # NeMo-RL's function takes float32 only
 FAR = (2, 5)  # rejected: one of the first prompt, one of the second
-WAYS = [(leave_one_out, scaled) for leave_one_out in (True, False) for scaled in (True, False)]
 
 
 @pytest.fixture
-def source() -> Path:
-    root = Path(os.environ.get("MISMATCH_HOST_SRC", ""), "NeMo-RL")
-    if not os.environ.get("MISMATCH_HOST_SRC") or not (root / contract.ESTIMATORS).is_file():
-        pytest.skip("NOT RUN (host source absent)")
-    return root
-
-
-@pytest.fixture
-def grpo(source: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def grpo(monkeypatch: pytest.MonkeyPatch) -> Any:
     """NeMo-RL's modules with what is wrapped and called; a second module has imported both by name."""
-    estimator, baseline = contract.own_grpo(source)
+    estimator, baseline = contract.own_grpo(host_root("NeMo-RL"))
     module, sync, utilities = (ModuleType(f"nemo_rl.algorithms.{name}") for name in ("grpo", "grpo_sync", "utils"))
     settings_of = SimpleNamespace(normalize_rewards=True, use_leave_one_out_baseline=True)
     vars(module).update(
@@ -87,33 +76,29 @@ def advantages(grpo: Any, data: dict[str, torch.Tensor]) -> tuple[torch.Tensor, 
     return found, logged
 
 
-@pytest.mark.parametrize(("leave_one_out", "scaled"), WAYS)
-def test_baselines_are_those_of_the_accepted(grpo: Any, source: Path, leave_one_out: bool, scaled: bool) -> None:
+@pytest.mark.parametrize("leave_one_out", [True, False])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_baselines_are_those_of_the_accepted(grpo: Any, leave_one_out: bool, scaled: bool) -> None:
     grpo.settings.use_leave_one_out_baseline, grpo.settings.normalize_rewards = leave_one_out, scaled
     start({"rs": {**RS, "group": "exclude"}})
     found, logged = advantages(grpo, train_data())
     kept = [i for i in range(6) if i not in FAR]
-    alone = contract.own_grpo(source)[0](grpo.settings, None).compute_advantage(
-        PROMPTS[kept], REWARDS[kept], torch.ones(4, 4)
-    )
+    own = contract.own_grpo(host_root("NeMo-RL"))[0](grpo.settings, None)
+    alone = own.compute_advantage(PROMPTS[kept], REWARDS[kept], torch.ones(4, 4))
     torch.testing.assert_close(found[kept], alone, rtol=1e-12, atol=1e-12)
     assert not found[list(FAR)].any()
     assert logged["own"] == 1 and logged["rollout_corr/rollout_rs_group_changed_fraction"] > 0
     everything, logged = advantages(grpo, train_data(far=()))
-    own = contract.own_grpo(source)[0](grpo.settings, None)
     assert torch.equal(everything, own.compute_advantage(PROMPTS, REWARDS, torch.ones(6, 4)))
     assert logged["rollout_corr/rollout_rs_group_changed_fraction"] == 0
 
 
-def test_drop_leaves_small_groups_without_gradient(grpo: Any) -> None:
+def test_small_groups_have_no_gradient_and_what_nemo_rl_masks_does_not_count(grpo: Any) -> None:
+    """Its own masking by sequence log-prob error, and truncated responses, change sample_mask."""
     start({"rs": {**RS, "group": "drop", "min_group": 3}})
     found, logged = advantages(grpo, train_data(far=(5,)))
     assert (found.abs().sum(1) > 0).tolist() == [True, False, True, True, False, False]
     assert logged["rollout_corr/rollout_rs_group_dropped_fraction"] == 0.5
-
-
-def test_samples_that_nemo_rl_masks_do_not_count(grpo: Any) -> None:
-    """Its own masking by sequence log-prob error, and truncated responses, change sample_mask."""
     start({"rs": {**RS, "group": "exclude"}})
     data = train_data(far=())
     data["sample_mask"][0] = 0
@@ -142,26 +127,24 @@ def test_other_advantages_are_refused() -> None:
         settings({"loss_fn": {"mismatch": block, "force_on_policy_ratio": True}})
 
 
-@pytest.fixture
-def double() -> Iterator[None]:
-    """Its masks are made in torch's default dtype."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.usefixtures("double")
-@pytest.mark.parametrize(("leave_one_out", "scaled"), [(False, True), (False, False), (True, False)])
-def test_nemo_rls_valid_mask_is_group_advantages(source: Path, leave_one_out: bool, scaled: bool) -> None:
-    """On random groups. A difference: leave-one-out and scaled, NeMo-RL divides by the deviation of the others."""
-    baseline_of = contract.own_grpo(source)[1]
+def compare(baseline_of: Any, leave_one_out: bool, scaled: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(40):
         prompts = torch.randint(0, 4, (17, 1), generator=generator)
         rewards = torch.rand(17, generator=generator, dtype=torch.float64)
         valid = (torch.rand(17, generator=generator) < 0.7).double()
         baseline, std = baseline_of(prompts, rewards, valid, leave_one_out_baseline=leave_one_out)
-        theirs = (rewards - baseline) / (std + 1e-6 if scaled else 1.0)
-        theirs = torch.where(valid > 0, theirs, 0.0)
+        theirs = torch.where(valid > 0, (rewards - baseline) / (std + 1e-6 if scaled else 1.0), 0.0)
         mine = mp.group_advantages(rewards, prompts[:, 0], valid, scaled, leave_one_out=leave_one_out)
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("leave_one_out", "scaled"), [(False, True), (False, False), (True, False)])
+def test_nemo_rls_valid_mask_is_group_advantages(leave_one_out: bool, scaled: bool) -> None:
+    """On random groups. A difference: leave-one-out and scaled, NeMo-RL divides by the deviation of the others."""
+    baseline_of = contract.own_grpo(host_root("NeMo-RL"))[1]
+    torch.set_default_dtype(torch.float64)  # that of its masks
+    try:
+        compare(baseline_of, leave_one_out, scaled)
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -12,7 +12,6 @@ from torch import Tensor
 import mismatch_plugin as mp
 from mismatch_plugin.core.gate import GateError
 from mismatch_plugin.core.validity import InvalidLogProbError
-from mismatch_plugin.diagnose.run_sources import read_source
 from mismatch_plugin.hooks.trl import CorrectionMixin
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: make test-trl")
@@ -167,26 +166,6 @@ def test_ten_steps_are_those_of_policy_loss(case: str, tmp_path: Path) -> None:
     assert any(not torch.equal(one, other) for one, other in zip(before, trainer.model.parameters(), strict=True))
     if trainer.mismatch.rejects:
         assert trainer.rejected > 0
-
-
-def test_its_tracker_has_the_metrics_that_inspect_reads(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
-    build(tmp_path, SEQUENCE, report_to=["tensorboard"]).train()
-    rows = read_source(tmp_path).rows
-    assert len(rows) == STEPS // 2  # one a generation
-    assert all(0 < row["rollout_corr/k3_kl"] < 0.1 and row["rollout_corr/rollout_is_mean"] > 0 for row in rows)
-
-
-def test_nothing_changes_without_a_correction(tmp_path: Path) -> None:
-    """Metrics alone: the parameters after ten steps are TRL's to the last bit."""
-    measured = build(tmp_path, {}, kind=type("Measured", (CorrectionMixin, trl.GRPOTrainer), {}))
-    plain = build(tmp_path, None, kind=trl.GRPOTrainer)
-    plain.rollout_func = rollout
-    for trainer in (measured, plain):
-        torch.manual_seed(1)
-        trainer.train()
-    for one, other in zip(measured.model.parameters(), plain.model.parameters(), strict=True):
-        assert torch.equal(one, other)
 
 
 def test_what_stops_a_run(tmp_path: Path) -> None:

@@ -17,29 +17,22 @@ import torch
 import mismatch_plugin as mp
 from examples.benchmarks.counting import count
 from mismatch_plugin.hooks.base import wrap_once
-from mismatch_plugin.hooks.verl import describe, settings
+from mismatch_plugin.hooks.verl import settings
 from mismatch_plugin.hooks.verl.config import check_tree
 from mismatch_plugin.hooks.verl.driver import begin_tracking, correct_rollout_batch, log_step, pack_trained
 from mismatch_plugin.hooks.verl.loss import verl_token_loss as token_loss
 from mismatch_plugin.report.log import read_steps
 from mismatch_plugin.report.state import merged_metrics
 
-DEFAULTS: dict[str, Any] = {
-    "rollout_is": None,
-    "rollout_is_threshold": 2.0,
-    "rollout_is_batch_normalize": False,
-    "rollout_rs": None,
-    "rollout_rs_threshold": None,
-    "bypass_mode": False,
-    "loss_type": "ppo_clip",
-}
 REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}
 MASK = torch.tensor([[1, 1, 0, 1, 0, 0], [1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]])
 
 
 def block(mismatch: dict[str, Any] | None = None, **correction: Any) -> dict[str, Any]:
     """A rollout_correction block as verl's YAML file gives it, with ours in it."""
-    return {**DEFAULTS, **correction} | ({} if mismatch is None else {"mismatch": mismatch})
+    own = {"rollout_is": None, "rollout_rs": None, "rollout_rs_threshold": None, "rollout_is_threshold": 2.0}
+    own |= {"rollout_is_batch_normalize": False, "bypass_mode": False, "loss_type": "ppo_clip"}
+    return {**own, **correction} | ({} if mismatch is None else {"mismatch": mismatch})
 
 
 def tree(correction: dict[str, Any], loss_mode: str = "vanilla", seen: Any = None, **rollout: Any) -> dict[str, Any]:
@@ -63,98 +56,26 @@ def padded(seed: int = 0) -> dict[str, torch.Tensor]:
     return {name: value.masked_fill(MASK == 0, torch.nan) for name, value in data.items()}
 
 
-# Settings -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("correction", "algorithm", "level", "mode"),
-    [
-        (block(), 0, "token", "truncate"),
-        (block(rollout_is="sequence"), 2, "sequence", "truncate"),
-        (block(rollout_is="token", rollout_is_threshold="0.5_5.0"), 2, "token", "mask"),
-        (block(bypass_mode=True), 1, "token", "truncate"),
-        (block(**REINFORCE), 3, "none", "truncate"),
-        (block(rollout_is="sequence", **REINFORCE), 3, "sequence", "truncate"),
-        (block({"use_tis": True, "tis": {"level": "geometric", "mode": "clip"}}), 2, "geometric", "clip"),
-        (block({"tis": {"level": "geometric", "mode": "mask"}}, **REINFORCE), 3, "geometric", "mask"),
-        (block({"tis": {"mode": "clip"}}, rollout_is="sequence"), 2, "sequence", "clip"),
-        (block({"preset": "pg_is"}, **REINFORCE), 3, "sequence", "truncate"),
-        (block({"preset": "seq_mis"}), 2, "sequence", "truncate"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
-def test_verls_keys_and_ours_make_one_configuration(
-    correction: dict[str, Any], algorithm: int, level: str, mode: str
-) -> None:
-    config = settings(correction)
-    assert (config.algorithm, config.tis.level, config.tis.mode) == (algorithm, level, mode)
-
-
-def test_settings_that_verl_has_no_name_for() -> None:
+def test_what_verl_has_no_name_for_and_the_actor_s_clip_bounds() -> None:
     ours = {
         "tis": {"mode": "clip", "lower_bound": 0.3},
         "rs": {"criteria": ["sequence_max:k2:0.5"], "veto_threshold": 1e-4},
         "denominator": "original",
         "rollout_log_prob_policy": "neutral",
-        "metrics": "full",
     }
     config = settings(block(ours, rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0"))
     assert (config.tis.lower, config.tis.upper, config.rs.veto_threshold) == (0.3, 2.0, 1e-4)
     assert [criterion.name for criterion in config.criteria] == ["token_ratio", "sequence_max_k2"]  # verl's and ours
-    assert (config.denominator, config.rollout_log_prob_policy, config.metrics) == ("original", "neutral", "full")
-
-
-def test_batch_normalisation_has_the_scope_that_verl_gives() -> None:
-    driver = settings(block(rollout_is="token", rollout_is_batch_normalize=True))
-    worker = settings(block(rollout_is="sequence", rollout_is_batch_normalize=True, **REINFORCE))
-    assert (driver.tis.batch_normalize_scope, worker.tis.batch_normalize_scope) == ("rollout_batch", "micro_batch")
-
-
-@pytest.mark.parametrize(
-    ("correction", "sentence"),
-    [
-        (block({"tis": {"level": "sequence"}}, rollout_is="token"), "rollout_is, which makes it token"),
-        (block({"tis": {"mode": "clip"}}, rollout_is="token", rollout_is_threshold="0.5_5"), "rollout_is_threshold"),
-        (block({"use_tis": False}, rollout_is="token"), "which makes it True"),
-        (block({"use_rollout_log_probs": True}), "contradicts verl's algorithm.rollout_correction.bypass_mode"),
-        (block({"use_tis": True}, bypass_mode=True), "(in bypass mode loss_type), which makes it False"),
-        (block({"tis": {"mode": "clip"}}), "add use_tis"),
-        (block({"tis": {"moed": "clip"}}), "did you mean tis.mode"),
-        (block({"preset": "pg_is"}), "bypass_mode=true and algorithm.rollout_correction.loss_type=reinforce"),
-        (block({"preset": "bypass_ppo_clip"}, **REINFORCE), "loss_type=ppo_clip"),
-        (block({"preset": "token_is"}, bypass_mode=True), "bypass_mode=false"),
-        (block({"preset": "token_is"}, rollout_is="token"), "is next to mismatch.preset token_is"),
-        (block({"preset": "token_iss"}), "did you mean token_is"),
-        (
-            block({"tis": {"batch_normalize_scope": "step"}}, rollout_is="token", rollout_is_batch_normalize=True),
-            "rollout_batch or auto",
-        ),
-        (
-            block(
-                {"tis": {"batch_normalize_scope": "rollout_batch"}}, rollout_is="token",
-                rollout_is_batch_normalize=True, **REINFORCE,
-            ),
-            "micro_batch or auto",
-        ),
-        (block({"denominator": "accepted", "rs": {"veto_threshold": 1e-4}}, **REINFORCE), "Choose auto or original"),
-        (block({"ppo": {"eps_clip_low": 0.1}}, **REINFORCE), "is verl's to set"),
-        (block(rollout_is="tokens"), "did you mean token"),
-        (block("clip"), "not a mapping of settings"),  # pyright: ignore[reportArgumentType]
-    ],
-)  # fmt: skip
-@pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
-def test_contradictions_are_refused_with_what_to_change(correction: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        settings(correction)
-
-
-def test_clip_bounds_are_the_actors_and_ours_may_not_differ() -> None:
-    correction = block({"ppo": {"eps_clip_high": 0.28}}, bypass_mode=True)
+    assert (config.denominator, config.rollout_log_prob_policy) == ("original", "neutral")
     actor = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 4.0}
-    config = settings({**actor, "policy_loss": {"rollout_correction": correction}})
+    own = {"policy_loss": {"rollout_correction": block({"ppo": {"eps_clip_high": 0.28}}, bypass_mode=True)}}
+    config = settings({**actor, **own})
     assert (config.ppo.eps_clip_low, config.ppo.eps_clip_high, config.ppo.dual_clip) == (0.2, 0.28, 4.0)
     with pytest.raises(ValueError, match=r"ppo.eps_clip_high 0.28 contradicts .*clip_ratio_c, which makes it 0.3"):
-        settings({**actor, "clip_ratio_high": 0.3, "policy_loss": {"rollout_correction": correction}})
+        settings({**actor, **own, "clip_ratio_high": 0.3})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # verl's default clip bounds give no note in REINFORCE
+        settings({**actor, "policy_loss": {"rollout_correction": block(rollout_is="sequence", **REINFORCE)}})
 
 
 def test_a_mistake_is_found_before_training_starts() -> None:
@@ -172,81 +93,17 @@ def test_a_mistake_is_found_before_training_starts() -> None:
             check_tree(wrong)
 
 
-def test_the_block_says_what_runs() -> None:
-    bypass = tree(block({"metrics": "basic"}, **REINFORCE))
-    assert "second forward pass: no" in describe(settings(bypass), bypass)
-    decoupled = tree(
-        block({"denominator": "original"}, rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold=1)
-    )
-    lines = describe(settings(decoupled), decoupled)
-    assert "divided as in verl, token-mean: rejected tokens still count" in lines
-    assert "weights and rejection are made on the driver, over the rollout batch" in lines
-    # verl's own loss runs unless loss_mode names ours: the block says so, with the overrides to copy.
-    own = "loss in the workers: verl's own vanilla, with the driver's weights and mask; for the plugin's add "
-    reference = "+actor_rollout_ref.actor.policy_loss.rollout_correction='${algorithm.rollout_correction}'"
-    (said,) = [line for line in lines if line.startswith(own)]
-    assert said.endswith(f"policy_loss.loss_mode=mismatch and {reference}")
-    ours = block(rollout_is="token")
-    lines = describe(settings(ours), tree(ours, "mismatch", ours))
-    assert "loss in the workers: the plugin's; loss_mode mismatch is algorithm 2 here" in lines
-    assert any(line.startswith("weights, rejection and metrics are made by verl's own function") for line in lines)
-
-
-V1, V0, FULLY_ASYNC = (
-    {"trainer": {"use_v1": True}},
-    {"trainer": {"use_v1": False}},
-    {"trainer": {"use_v1": True}, "rollout": {}},
-)
-
-
-@pytest.mark.parametrize(("trainer", "counted"), [({}, "after"), (V1, "before"), (V0, "after"), (FULLY_ASYNC, "after")])
-def test_the_block_says_what_the_trainer_divides_by(trainer: dict[str, Any], counted: str) -> None:
-    """verl's v1 trainers count tokens of a mask that the driver's rejection does not reach."""
-    ours = block({"denominator": "auto"}, rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold=1)
-    host = {**tree(ours, "mismatch", ours), **trainer}
-    lines = describe(settings(ours), host)
-    assert (
-        f"divided as in verl, token-mean: rejected tokens {'still' if counted == 'before' else 'do not'} count" in lines
-    )
-    accepted = block({"denominator": "accepted"}, rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold=1)
-    host = {**tree(accepted, "mismatch", accepted), **trainer}
-    if counted == "after":
-        assert check_tree(host) is not None
-    else:
-        with pytest.raises(ValueError, match=r"denominator accepted cannot be had in verl without trainer.use_v1"):
-            check_tree(host)
-
-
-@pytest.mark.parametrize(
-    ("ours", "threshold", "said"),
-    [
-        ({"metrics": "basic"}, "0.5_5.0", "rollout_batch, accepted units only (verl's own: all, the rejected as 0)"),
-        (None, "0.5_5.0", "rollout_batch, the rejected as 0"),  # verl's own function makes the weights
-        ({"metrics": "basic"}, 5.0, "rollout_batch"),
-    ],
-)
-def test_the_block_says_what_batch_normalisation_is_over(ours: Any, threshold: Any, said: str) -> None:
-    correction = block(ours, rollout_is="token", rollout_is_threshold=threshold, rollout_is_batch_normalize=True)
-    lines = describe(settings(correction), tree(correction, "mismatch", correction))
-    assert f"batch normalisation over: {said}" in lines
-
-
 # The loss and the driver ----------------------------------------------------------------------------------------------
 
 
-def test_decoupled_without_weights_from_the_driver_is_refused() -> None:
+def test_what_stops_the_loss_and_a_log_prob_that_is_neutral() -> None:
     data = padded()
     arguments = (data["rollout"], data["current"], data["advantages"], MASK.bool())
-    with pytest.raises(ValueError, match="calculate_log_probs=true"):
-        token_loss(*arguments, settings(block(rollout_is="token")))
-    losses, _, _ = token_loss(*arguments, settings(block(rollout_is="token")), torch.zeros(MASK.shape))
-    assert not losses.any()
-
-
-def test_a_log_prob_that_is_none_stops_the_loss_or_is_neutral() -> None:
-    data = padded()
+    weighted = settings(block(rollout_is="token"))
+    with pytest.raises(ValueError, match="calculate_log_probs=true"):  # decoupled, and no weights from the driver
+        token_loss(*arguments, weighted)
+    assert not token_loss(*arguments, weighted, torch.zeros(MASK.shape))[0].any()
     data["rollout"][1, 3] = torch.nan
-    arguments = (data["rollout"], data["current"], data["advantages"], MASK.bool())
     with pytest.raises(mp.InvalidLogProbError, match="sequence 1, position 3"):
         token_loss(*arguments, settings(block(bypass_mode=True)))
     config = settings(block({"rollout_log_prob_policy": "neutral"}, bypass_mode=True))
@@ -267,14 +124,6 @@ def test_a_training_log_prob_that_is_not_finite_is_dropped_without_a_trace(denom
     (gradient,) = torch.autograd.grad((losses * mask).sum(), log_prob)
     assert torch.isfinite(losses).all() and torch.isfinite(gradient).all() and gradient[1, 3] == 0
     assert metrics["rollout_corr/invalid_train_not_finite"] == 1 and mask[1, 3] == (denominator == "original")
-
-
-def test_verls_default_clip_bounds_give_no_note_in_reinforce() -> None:
-    actor = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        config = settings({**actor, "policy_loss": {"rollout_correction": block(rollout_is="sequence", **REINFORCE)}})
-    assert config.algorithm == 3
 
 
 def rollout_batch(data: dict[str, torch.Tensor]) -> Any:
@@ -333,25 +182,30 @@ def test_the_driver_syncs_at_most_once(ours: dict[str, Any]) -> None:
     assert len(few.syncs) <= 1 and few.syncs == many.syncs and few.kernels == many.kernels
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
+@pytest.mark.parametrize("ours", [{}, {"dry_run": True}])
+def test_a_driver_that_rejects_everything_or_tries_it_leaves_the_mask(ours: dict[str, Any]) -> None:
+    config = settings(block({"rs": {"criteria": ["token:k2:1e-12"]}, **ours}))
+    batch, metrics = correct_rollout_batch(rollout_batch(padded()), config)
+    assert torch.equal(batch.batch["response_mask"], MASK)
+    assert ("rollout_is_weights" in batch.batch) == (not ours)
+    assert ours or not batch.batch["rollout_is_weights"].any()
+    assert metrics["rollout_corr/rollout_rs_token_k2_masked_fraction"] == 1.0
+    assert ours or metrics["rollout_corr/all_rejected"] == 1.0
+
+
+def test_batches_that_the_driver_refuses() -> None:
+    data, config = padded(), settings(block(rollout_is="token"))
+    for change, sentence in (
         ({"rollout_log_probs": torch.zeros(4, 5)}, "rollout_log_probs has shape (4, 5), response_mask (4, 6)"),
         ({"response_mask": MASK * 2}, "response_mask of row 0 holds values other than 0 and 1"),
-    ],
-)
-def test_a_batch_that_does_not_fit_is_refused_on_the_driver(change: dict[str, Any], sentence: str) -> None:
-    batch = rollout_batch(padded())
-    batch.batch |= change
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        correct_rollout_batch(batch, settings(block({"metrics": "basic"})))
-
-
-def test_an_invalid_log_prob_is_named_by_its_place_in_verl_s_batch() -> None:
-    data = padded()
+    ):
+        batch = rollout_batch(data)
+        batch.batch |= change
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            correct_rollout_batch(batch, config)
     data["rollout"][1, 3] = torch.nan
     with pytest.raises(mp.InvalidLogProbError, match="sequence 1, position 3 is missing or NaN"):
-        correct_rollout_batch(rollout_batch(data), settings(block(rollout_is="token")))
+        correct_rollout_batch(rollout_batch(data), config)
     correct_rollout_batch(rollout_batch(data), settings(block({"metrics": "basic"})))  # here only metrics read it
 
 
@@ -425,21 +279,13 @@ def test_only_metrics_whose_average_means_something_are_handed_over() -> None:
     assert {f"rollout_corr/{name}" for name in kept} <= metrics.keys()
 
 
-def test_the_driver_keeps_the_mask_where_nothing_is_left() -> None:
-    config = settings(block({"rs": {"criteria": ["token:k2:1e-12"]}}))
-    batch, metrics = correct_rollout_batch(rollout_batch(padded()), config)
-    assert torch.equal(batch.batch["response_mask"], MASK) and not batch.batch["rollout_is_weights"].any()
-    assert metrics["rollout_corr/all_rejected"] == 1.0
-
-
-def test_a_dry_run_changes_nothing_on_the_driver() -> None:
-    config = settings(block({"rs": {"criteria": ["token:k2:1e-12"]}, "dry_run": True}))
-    batch, metrics = correct_rollout_batch(rollout_batch(padded()), config)
-    assert torch.equal(batch.batch["response_mask"], MASK) and "rollout_is_weights" not in batch.batch
-    assert metrics["rollout_corr/rollout_rs_token_k2_masked_fraction"] == 1.0
-
-
-# What is recorded of verl ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool])
+def test_long_rows_are_cut_where_they_end_whatever_the_masks_dtype(dtype: torch.dtype) -> None:
+    mask = torch.zeros(3, 3001)
+    mask[0], mask[1, 5:1003] = 1.0, 1.0
+    data = {"response_mask": mask.to(dtype), "old_log_probs": -torch.ones_like(mask), "rollout_log_probs": -mask}
+    packed = pack_trained(data)
+    assert packed.lengths == (3001, 1003, 0) and int(packed.loss_mask.sum()) == 3001 + 998
 
 
 def test_a_verl_that_cannot_be_registered_with_is_said_aloud(
@@ -450,12 +296,3 @@ def test_a_verl_that_cannot_be_registered_with_is_said_aloud(
     with pytest.raises(ModuleNotFoundError, match="verl"):
         importlib.import_module("mismatch_plugin.hooks.verl_plugin")
     assert "loss_mode mismatch will be unknown" in caplog.text
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.bool, torch.uint8])
-def test_long_rows_are_cut_where_they_end_whatever_the_masks_dtype(dtype: torch.dtype) -> None:
-    mask = torch.zeros(3, 3001)
-    mask[0], mask[1, 5:1003] = 1.0, 1.0
-    data = {"response_mask": mask.to(dtype), "old_log_probs": -torch.ones_like(mask), "rollout_log_probs": -mask}
-    packed = pack_trained(data)
-    assert packed.lengths == (3001, 1003, 0) and int(packed.loss_mask.sum()) == 3001 + 998

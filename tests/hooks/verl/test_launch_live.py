@@ -17,6 +17,7 @@ import yaml
 from mismatch_plugin.hooks.verl import config as verl_settings
 
 ROOT = Path(__file__).parents[3]
+RC = "algorithm.rollout_correction"
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("verl") is None, reason="verl is not installed here (make test-verl has an environment)"
 )
@@ -33,38 +34,25 @@ def _composed(line: str) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.parametrize(
-    ("line", "algorithm", "level", "mode"),
+    ("line", "found"),
     [
         (
             "--use-rollout-log-probs --use-tis --tis-level geometric --tis-mode clip --tis-lower-bound 0",
-            3,
-            "geometric",
-            "clip",
+            (3, "geometric", "clip", None, []),
         ),
         (
-            "--use-tis --tis-level sequence --tis-upper-bound inf --rs-criterion sequence_max:k2:0.5",
-            2,
-            "sequence",
-            "truncate",
+            "--use-tis --tis-level sequence --rs-veto-threshold 1e-4 --rs-criterion sequence_max:k2:0.5",
+            (2, "sequence", "truncate", 1e-4, ["sequence_max_k2"]),
         ),
-        ("--use-rollout-log-probs --rs-veto-threshold 1e-4", 1, "token", "truncate"),
         # Settings as overrides: the loss that they need is added.
-        (
-            "+algorithm.rollout_correction.mismatch.use_tis=true +algorithm.rollout_correction.mismatch.tis.mode=clip",
-            2,
-            "token",
-            "clip",
-        ),
+        (f"+{RC}.mismatch.use_tis=true +{RC}.mismatch.tis.mode=clip", (2, "token", "clip", None, [])),
     ],
 )
-def test_verl_s_configuration_holds_what_was_typed(line: str, algorithm: int, level: str, mode: str) -> None:
+def test_verl_s_configuration_holds_what_was_typed(line: str, found: tuple[Any, ...]) -> None:
     tree, block = _composed(line)
-    assert f"algorithm {algorithm}: " in block
+    assert f"algorithm {found[0]}: " in block
     config = verl_settings.check_tree(tree)
     assert config is not None
-    assert (config.algorithm, config.tis.level, config.tis.mode) == (algorithm, level, mode)
+    names = [criterion.name for criterion in config.criteria]
+    assert (config.algorithm, config.tis.level, config.tis.mode, config.rs.veto_threshold, names) == found
     assert tree["actor_rollout_ref"]["actor"]["policy_loss"]["loss_mode"] == "mismatch"
-    if "veto" in line:
-        assert config.rs.veto_threshold == 1e-4
-    if "k2" in line:
-        assert [criterion.name for criterion in config.criteria] == ["sequence_max_k2"]

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batches import ROWS, batch, correction
+from batches import MASK, ROWS, batch, correction
 from verl import DataProto  # pyright: ignore[reportAttributeAccessIssue]
 from verl.trainer.ppo import core_algos, rollout_corr_helper
 
 import mismatch_plugin as mp
+from mismatch_plugin.data.read import read
 
 TRAINER = "verl.trainer.ppo.ray_trainer"
 
@@ -64,35 +65,6 @@ def rewards_of(scores: list[float], width: int) -> torch.Tensor:
     rewards = torch.zeros(len(scores), width)
     rewards[:, -1] = torch.tensor(scores)
     return rewards
-
-
-def _accepting_one(group: dict[str, Any]) -> tuple[torch.Tensor, dict[str, float]]:
-    """verl #6375's example: two responses to one prompt, rewards 100 and 1, every token of the first is rejected."""
-    data = {
-        "old_log_probs": torch.full((2, 3), -2.0),
-        "rollout_log_probs": torch.tensor([[-1.0] * 3, [-2.5] * 3]),
-        "response_mask": torch.ones(2, 3, dtype=torch.int64),
-    }
-    settings = correction(rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0", mismatch=group)
-    found, metrics = step(data, rewards_of([100.0, 1.0], 3), ["same prompt"] * 2, settings, scaled=False)
-    assert found.batch["response_mask"].tolist() == [[0, 0, 0], [1, 1, 1]]
-    assert found.batch["returns"] is found.batch["advantages"] or torch.equal(
-        found.batch["returns"], found.batch["advantages"]
-    )
-    return found.batch["advantages"], metrics
-
-
-def test_the_rejected_response_of_verls_issue() -> None:
-    """1 − (100 + 1)/2 = −49.5 with the rejected response in the mean. Alone, the accepted one has no baseline: 0.
-
-    verl's pull request gives it 1.0, its reward, as verl does with every prompt that has one response.
-    """
-    kept, _ = _accepting_one({"metrics": "basic"})
-    assert kept.tolist() == [[0, 0, 0], [-49.5] * 3]
-    excluded, metrics = _accepting_one({"rs": {"group": "exclude"}})
-    assert excluded.tolist() == [[0, 0, 0], [0, 0, 0]]
-    assert metrics["rollout_corr/rollout_rs_advantage_changed_fraction"] == 1
-    assert metrics["rollout_corr/rollout_rs_group_dropped_fraction"] == 1
 
 
 UIDS = ["a", "b", "a", "a", "b"]
@@ -139,21 +111,37 @@ def test_all_accepted_and_batches_that_are_not_marked_are_verls_own(trainer: Mod
     mine, metrics = step(data, rewards, UIDS, correction(**wide, mismatch={"rs": {"group": "exclude"}}), True)
     torch.testing.assert_close(mine.batch["advantages"].float(), own.batch["advantages"], rtol=1e-5, atol=1e-6)
     assert metrics["rollout_corr/rollout_rs_group_changed_fraction"] == 0
+    block = {"rs": {"group": "drop", "min_group": 3}}
+    found, metrics = step(data, rewards, UIDS, correction(**wide, mismatch=block), True)
+    assert (found.batch["advantages"].abs().sum(-1) > 0).tolist() == [True, False, True, True, False]
+    assert metrics["rollout_corr/rollout_rs_group_dropped_fraction"] == 0.5
     again, _ = step(data, rewards, UIDS, correction(**wide), True)
     assert torch.equal(again.batch["advantages"], own.batch["advantages"])
     assert trainer.compute_advantage.mismatch_plugin_wraps
 
 
-def test_drop_and_what_is_missing() -> None:
-    data, rewards = batch(0), rewards_of([1.0, 0.0, 0.5, 0.25, 1.0], 9)
-    wide = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 100.0}
-    block = {"rs": {"group": "drop", "min_group": 3}}
-    found, metrics = step(data, rewards, UIDS, correction(**wide, mismatch=block), True)
-    rows = found.batch["advantages"].abs().sum(-1)
-    assert (rows > 0).tolist() == [True, False, True, True, False]
-    assert metrics["rollout_corr/rollout_rs_group_dropped_fraction"] == 0.5
-    names = ("rollout_log_probs", "old_log_probs", "response_mask")
-    bare = DataProto.from_dict({name: data[name].clone() for name in names})
-    settings = correction(**wide, mismatch=block)
-    with pytest.raises(ValueError, match="the batch has no uid or no token_level_rewards"):
-        rollout_corr_helper.compute_rollout_correction_and_add_to_batch(bare, settings)
+@pytest.mark.filterwarnings("ignore")
+def test_dumps_that_verl_writes_are_read(tmp_path: Path) -> None:
+    made = batch(0)
+    tail = torch.tensor([[1] * int(row.nonzero()[-1] + 1) + [0] * int(8 - row.nonzero()[-1]) for row in MASK])
+    prompts = torch.tensor([[0, 5, 6]] * ROWS)
+    tensors = {
+        "prompts": prompts,
+        "responses": torch.arange(MASK.numel()).reshape(MASK.shape),
+        "attention_mask": torch.cat([(prompts > 0).long(), tail], dim=1),
+        **{name: made[name] for name in ("rollout_log_probs", "old_log_probs", "advantages", "response_mask")},
+    }
+    data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(UIDS, dtype=object)})
+    torch.save(data.batch, tmp_path / "tensordict.pt")
+    torch.save(data, tmp_path / "proto.pt")
+    for name, uids in (("tensordict", [None] * ROWS), ("proto", UIDS)):
+        dump = read(tmp_path / f"{name}.pt")
+        assert dump.format == "verl" and dump.has_training
+        assert [sample.group for sample in dump.samples] == uids
+        for at, sample in enumerate(dump.samples):
+            length = int(tail[at].sum())
+            assert sample.rollout_log_probs.tolist() == made["rollout_log_probs"][at, :length].tolist()
+            assert sample.loss_mask.tolist() == MASK[at, :length].bool().tolist()
+    data.save_to_disk(tmp_path / "proto.pkl")
+    with pytest.raises(ValueError, match="is a pickle, which may run code"):
+        read(tmp_path / "proto.pkl")
