@@ -118,7 +118,7 @@ def test_stale_caches_show_without_the_plugin(bare: CpuServer, tmp_path: Path, s
             else:
                 found = inspect(tmp_path / "records.jsonl")
                 assert faults(found)[0] == ("stale_cache", "possible"), found["findings"]
-                assert f"{replies // 2} samples with a cached prompt" in found["findings"][0]["evidence"]
+                assert f"{replies // 2} samples with most of the prompt cached" in found["findings"][0]["evidence"]
 
 
 # Live -----------------------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ TOLD = (  # What servers tell of themselves is no statistics: it is named before
     Detector(served.find_stale_cache, (
         Fault("stale_cache",
               "keys and values of older weights were reused under a new version: the cache was not flushed",
-              f"{PLUGIN}; else samples with `cached_tokens` are further off than those without"),
+              f"{PLUGIN}; else samples with a cached prompt are further off than others"),
     )),
     Detector(served.find_rounded_updates, (
         Fault("update_lost_in_precision",

@@ -116,21 +116,21 @@ def _furthest(batch: Batch, groups: dict[Hashable, Scored]) -> Finding | None:
 
 
 def find_cached_further(batch: Batch) -> Outcome:
-    """Without the plugin's word: samples whose prompts came out of the cache lie clearly further off than the others of
-    one version and temperature."""
+    """Without the plugin's word: samples with more than half of the prompt out of the cache (a template is in all of
+    them), lie clearly further off than the others of one version and temperature."""
     told = [(sample, gap) for sample, gap in score(batch) if sample.cached_tokens is not None]
-    samples = [sample for sample, _ in told if sample.cached_tokens]
+    cached = [2 * (sample.cached_tokens or 0) > len(sample.prompt_ids) for sample, _ in told]
+    samples = [sample for (sample, _), most in zip(told, cached, strict=True) if most]
     if min(len(samples), len(told) - len(samples)) < MIN_SAMPLES:
         return [], batch
-    far, near = (
-        np.array([gap for sample, gap in told if bool(sample.cached_tokens) == flag]) for flag in (True, False)
-    )
+    gaps = np.array([gap for _, gap in told])
+    far, near = gaps[cached], gaps[np.logical_not(cached)]
     (area, p), ratio = mann_whitney(far, near), float(np.median(far) / np.median(near))
     if p > LARGEST_P or area < PAIRS_FURTHER or ratio < CLEAR_RATIO or np.median(far) < PRECISION:
         return [], batch
     evidence = (
-        f"{len(samples)} samples with a cached prompt lie {ratio:.2g} times as far from the training side as "
-        f"{len(near)} without, under the same versions and temperature (in {area:.0%} of pairs, "
+        f"{len(samples)} samples with most of the prompt cached lie {ratio:.2g} times as far from the training side "
+        f"as {len(near)} others, under the same versions and temperature (in {area:.0%} of pairs, "
         f"p = {p:.1g}): as if older weights had filled the cache."
     )
     about = {"of_samples": len(told), "statistics": {"ratio": ratio, "area": area, "p": p}, "confidence": "possible"}

@@ -390,6 +390,7 @@ def cached(tokens: int | None, noise: float, seed: int) -> Sample:
     ("samples", "is_named"),
     [
         ([cached(5 * (seed % 2), 0.2 if seed % 2 else 0.02, seed) for seed in range(40)], True),
+        ([cached(1 + 4 * (seed % 2), 0.2 if seed % 2 else 0.02, seed) for seed in range(40)], True),  # all a template
         ([cached(5 * (seed % 2), 0.02, seed) for seed in range(40)], False),
         ([cached(5 * (seed % 2), 0.02 if seed % 2 else 0.2, seed) for seed in range(40)], False),  # the others are
         ([cached(5 * (seed < 6), 0.2 if seed < 6 else 0.02, seed) for seed in range(40)], False),  # too few
@@ -400,4 +401,4 @@ def test_cached_samples_that_lie_further_off(samples: list[Sample], is_named: bo
     found = [item for item in findings(samples) if item["fault"] == "stale_cache"]
     assert [(item["confidence"], item["samples"]) for item in found] == [("possible", 20)] * is_named
     if is_named:
-        assert "samples with a cached prompt lie" in found[0]["evidence"]
+        assert "samples with most of the prompt cached lie" in found[0]["evidence"]
