@@ -102,7 +102,6 @@ FLAGS = [
     ("--rs-criterion token:tv:0.25@away --rs-policy current --mismatch-dry-run", "token_tv_away"),
     ("--use-tis --rs-max-staleness 1 --rs-group exclude", "staleness"),
     ("--use-tis --mismatch-gate-kl 0.01", "training stops here"),
-    ("--use-tis --mismatch-gate-kl 100", "training goes on"),
     ("--mismatch-objective gspo --mismatch-aggregation seq-mean-token-mean", "3 sequences"),
     ("--mismatch-objective gspo", "0.9997 to 1.0004"),
     ("--mismatch-objective cispo", "−clip(r) A log π_θ"),
