@@ -96,8 +96,6 @@ def test_it_covers_every_mode_level_and_objective_and_can_be_narrowed() -> None:
 
 FLAGS = [
     ("--use-tis", "C1     −0.7985  2.25    1   yes   −1.2       −0.48  0"),
-    ("--use-rollout-log-probs --rs-veto-threshold 0.7", "veto"),
-    ("--mismatch-preset token_icepop", "mask mode"),
     ("--use-tis --mismatch-kl-coef 0.1 --mismatch-entropy-coef 0.01", "entropy"),
     ("--rs-criterion token:tv:0.25@away --rs-policy current --mismatch-dry-run", "token_tv_away"),
     ("--use-tis --rs-max-staleness 1 --rs-group exclude", "staleness"),
