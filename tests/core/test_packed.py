@@ -232,6 +232,8 @@ def test_packing_takes_keywords_only_and_an_ide_shows_them() -> None:
 
 def test_constructor_errors() -> None:
     mask = torch.ones(3, dtype=torch.bool)
+    half = mp.PackedSequences(loss_mask=mask, lengths=(3,), old_log_probs=-torch.ones(3, dtype=torch.bfloat16))
+    assert half.old_log_probs is not None and half.old_log_probs.dtype == torch.float32
     whole = {"positions": torch.tensor([0.0, math.nan, 1.0])}
     errors: list[tuple[dict[str, Any], str]] = [
         ({"loss_mask": torch.ones(3), "lengths": (3,)}, r"loss_mask has dtype torch\.float32"),
