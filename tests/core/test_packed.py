@@ -65,6 +65,8 @@ def test_unpack_and_to_padded_round_trip() -> None:
     assert all(torch.equal(a, b) for a, b in zip(back, rows(0.0), strict=True))
     square = packed.to_padded(packed.old_log_probs, padding=9.0)
     assert mp.PackedSequences.from_lists(loss_masks=[]).to_padded(torch.zeros(0)).shape == (0, 0)
+    wide = mp.PackedSequences(loss_mask=torch.ones(5).bool(), lengths=(3, 2), padded_width=4)
+    assert wide.to_padded(torch.ones(5, 2), padding=7.0)[1].tolist() == [[1, 1], [1, 1], [7, 7], [7, 7]]
     assert square.tolist() == [[*row.tolist(), *[9.0] * (3 - len(row))] for row in back]
     masks = packed.to_padded(packed.loss_mask)
     again = mp.PackedSequences.from_padded(old_log_probs=square, loss_masks=masks, lengths=packed.lengths)
