@@ -64,6 +64,9 @@ def test_unpack_and_to_padded_round_trip() -> None:
     back = packed.unpack(packed.old_log_probs)
     assert all(torch.equal(a, b) for a, b in zip(back, rows(0.0), strict=True))
     square = packed.to_padded(packed.old_log_probs, padding=9.0)
+    assert mp.PackedSequences.from_lists(loss_masks=[]).to_padded(torch.zeros(0)).shape == (0, 0)
+    wide = mp.PackedSequences(loss_mask=torch.ones(5).bool(), lengths=(3, 2), padded_width=4)
+    assert wide.to_padded(torch.ones(5, 2), padding=7.0)[1].tolist() == [[1, 1], [1, 1], [7, 7], [7, 7]]
     assert square.tolist() == [[*row.tolist(), *[9.0] * (3 - len(row))] for row in back]
     masks = packed.to_padded(packed.loss_mask)
     again = mp.PackedSequences.from_padded(old_log_probs=square, loss_masks=masks, lengths=packed.lengths)
@@ -231,6 +234,8 @@ def test_packing_takes_keywords_only_and_an_ide_shows_them() -> None:
 
 def test_constructor_errors() -> None:
     mask = torch.ones(3, dtype=torch.bool)
+    half = mp.PackedSequences(loss_mask=mask, lengths=(3,), old_log_probs=-torch.ones(3, dtype=torch.bfloat16))
+    assert half.old_log_probs is not None and half.old_log_probs.dtype == torch.float32
     whole = {"positions": torch.tensor([0.0, math.nan, 1.0])}
     errors: list[tuple[dict[str, Any], str]] = [
         ({"loss_mask": torch.ones(3), "lengths": (3,)}, r"loss_mask has dtype torch\.float32"),
