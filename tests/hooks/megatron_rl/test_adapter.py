@@ -170,6 +170,8 @@ def test_full_metrics_count_positions_in_the_response() -> None:
 
 def test_only_a_clip_or_algorithm_3_s_weight_counts_as_truncated() -> None:
     data, place = rows()
+    data["current"][0] = data["old"][0] - 1.5
+    data["old"][1] -= 1.5
     for settings, truncates in (
         ({"objective": "reinforce"}, False),
         ({**ALGORITHMS["3"], "tis": {"upper_bound": 1.05}}, True),
