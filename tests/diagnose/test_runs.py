@@ -446,7 +446,7 @@ def exp(log_values: np.ndarray, metric: str = K3) -> list[Step]:
 
 @pytest.mark.parametrize("memory", [0.0, 0.6])
 def test_a_flat_run_has_no_trend(memory: float, judge: Any) -> None:
-    flat = [drawn(150, seed, memory) for seed in range(10)] + [drawn(25, seed, memory, 0.5) for seed in range(10)]
+    flat = [drawn(150, seed, memory) for seed in range(5)] + [drawn(25, seed, memory, 0.5) for seed in range(5)]
     assert sum(bool(judge(exp(one))["trends"]) for one in flat) <= 1
     for quiet in (
         drawn(150, 0) - 0.02 * np.arange(150),  # falls

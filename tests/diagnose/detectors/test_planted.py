@@ -193,8 +193,8 @@ def of_model(family: Family, seed: int, form: str = "float32", count: int = 64, 
 
 
 def _one_each(run: Run) -> bool:
-    """Of every case one family and seed, in turn."""
-    return run[1:] == (SIZES[run.case % 2], FAMILIES[run.case // 2 % 2], SEEDS[0])
+    """Of every third case one family and seed, in turn."""
+    return run.case % 3 == 0 and run[1:] == (SIZES[run.case % 2], FAMILIES[run.case // 2 % 2], SEEDS[0])
 
 
 @pytest.mark.parametrize(
