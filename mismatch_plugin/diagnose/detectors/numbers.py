@@ -34,8 +34,8 @@ BASE_TOLERANCE, BASE_ERRORS, BASE_WORST = 0.01, 3.0, 0.06
 many standard errors of the median are added, up to the last number. Temperatures near the log of a base lie outside."""
 BASE_SPREAD = 0.2
 """Typical deviation from that ratio among the largest third, at most."""
-FACTOR_SPREAD, MIN_FACTOR = 0.05, 0.05
-"""Any other factor: typical deviation in every third at most, and its log at least."""
+FACTOR_SPREAD, MIN_FACTOR, FACTOR_LIKELY = 0.05, 0.05, 0.7
+"""Any other factor: typical deviation in every third at most, its log at least, and |log p| of the likeliest third."""
 NARROW_SMALLEST, MIN_NARROW, NARROW_SHARE = 0.05, 5, 0.95
 """Log-probs nearer to 0 are left out (float32 leaves few digits there). Values of one sample, and how many must fit; by
 chance a float32 fits bf16 once in 65,536."""
@@ -271,8 +271,10 @@ def _base(batch: Batch) -> Outcome:
         told = {"factor": math.exp(thirds[1]), "base": base}
         finding = batch.finding("log_base", side, evidence, fix, batch.samples, statistics=told)
         return [finding], batch.with_values({one.index: {FIELD[side]: one.values(side) * factor} for one in batch})
-    factor = math.exp(-thirds[1])
-    if (np.abs(thirds - thirds[1]) > allowed).any() or (spreads > FACTOR_SPREAD).any() or abs(thirds[1]) < MIN_FACTOR:
+    factor, likely = math.exp(-thirds[1]), math.sqrt(median(np.split(size[np.argpartition(size, cuts)], cuts)[0]))
+    one_factor = (np.abs(thirds - thirds[1]) <= allowed).all() and (spreads <= FACTOR_SPREAD).all()
+    # Of unlikely tokens alone a temperature is nearly one factor, too.
+    if not one_factor or abs(thirds[1]) < MIN_FACTOR or likely > FACTOR_LIKELY:
         return [], batch
     evidence = (
         f"Training log-probs are {factor:.4f} times the rollout's, whatever their size: one side was multiplied after "

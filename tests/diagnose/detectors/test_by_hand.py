@@ -11,7 +11,9 @@ import pytest
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.data.versions import WeightSpan
+from tests.diagnose.detectors.calibration import CASES, HELD_OUT, STATISTICS, Statistic, planted_batch
 from tests.diagnose.door import INF, NAN, faults, findings, inspect, named, samples_of, wave
+from tests.full import full_only
 
 WAVES = [wave(30, phase) for phase in range(8)]
 Found = list[dict[str, Any]]
@@ -52,6 +54,13 @@ TRUE: dict[str, tuple[list[Sample], str, dict[str, Any]]] = {
     "-inf": (samples_of(WAVES, put(WAVES, 7, 29, -INF)), "floor", {"side": "training", "position": 29}),
     "zeros": (samples_of([[0.0, -1.0, -2.0]], [[-3.5, -1.0, -2.0]]), "zero_fill", {"side": "rollout", "tokens": 1}),
     "a clamp": (samples_of([[max(x, -5.0) for x in FLOORED]], [FLOORED]), "floor", {"side": "rollout", "tokens": 4}),
+    "the first dropped": (
+        samples_of([row[1:] for row in WAVES], WAVES),
+        "length", {"side": "rollout", "said": "fit from the end", "position": 0},
+    ),
+    "divided by T": (
+        samples_of(WAVES, [[x / 0.8 for x in row] for row in WAVES]), "log_base", {"side": "both", "factor": 1 / 0.8},
+    ),
     "another id": (
         samples_of(WAVES[:2], WAVES[:2], each=[{}, {"trained_ids": [*IDS[1][:2], 99, *IDS[1][3:]]}]),
         "token_ids", {"sample": 1, "position": 2, "tokens": 1},
@@ -326,3 +335,12 @@ def test_ids_that_are_others_from_some_place_on(samples: list[Sample], expected:
     assert (named(found, "retokenised") is not None) == (expected is not None), found
     if expected:
         says(found, "retokenised", **expected)
+
+
+@full_only
+@pytest.mark.parametrize("one", STATISTICS, ids=lambda one: f"{one.fault}-{one.constant}-{one.name}")
+def test_calibration_measures_what_the_constant_judges(one: Statistic) -> None:
+    constant = getattr(one.module, one.constant)
+    strong = [run for run in HELD_OUT if CASES[run.case].fault == one.fault and run[1:] == ("strong", "qwen3", 0)]
+    assert max(one.of(planted_batch(run)) for run in strong) >= constant
+    assert getattr(one.module, one.constant) == constant  # opened for the measurement alone

@@ -6,7 +6,6 @@ A part of both tables by default; with MISMATCH_FULL=1 the whole tables of docs/
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import product
@@ -30,8 +29,8 @@ from tests.fixtures.sglang_check.policies import (
     score,
     training,
 )
+from tests.full import FULL
 
-FULL = bool(os.environ.get("MISMATCH_FULL"))
 PAGE = Path(__file__).parents[3] / "docs" / "inspect.md"
 FAULTS = run(PAGE, "--accept", "none").output.partition("choose from ")[2].rstrip(".\n").replace("\n", " ").split(", ")
 Size = Literal["mild", "strong"]
@@ -209,9 +208,8 @@ def test_a_fault_in_other_families_is_named_and_no_other(run: Run) -> None:
 # Clean batches --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(200 if FULL else 20))
-def test_a_clean_batch_of_other_families_has_no_fault(seed: int) -> None:
-    """8 to 64 responses of up to 16 to 96 tokens; the weights are up to date, or one step old."""
+def clean_of_families(seed: int) -> tuple[list[Sample], list[str]]:
+    """(8 to 64 responses of up to 16 to 96 tokens, options); the weights are up to date, or one step old."""
     generator = np.random.default_rng([seed, 3])
     form, family = FORMS[seed % len(FORMS)], FAMILIES[seed // len(FORMS) % len(FAMILIES)]
     count, length = int(generator.integers(8, 65)), int(generator.choice([16, 32, 96]))
@@ -224,7 +222,13 @@ def test_a_clean_batch_of_other_families_has_no_fault(seed: int) -> None:
         )
         for at, one in enumerate(of_model(family, 100 + seed, form, count, length))
     ]
-    assert faults(findings(samples, "--eos-id", EOS, *(("--engine", "int8") if form == "int8" else ()))) == []
+    return samples, ["--eos-id", str(EOS), *(["--engine", "int8"] if form == "int8" else [])]
+
+
+@pytest.mark.parametrize("seed", range(200 if FULL else 20))
+def test_a_clean_batch_of_other_families_has_no_fault(seed: int) -> None:
+    samples, options = clean_of_families(seed)
+    assert faults(findings(samples, *options)) == []
 
 
 @cache
