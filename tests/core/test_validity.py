@@ -91,6 +91,11 @@ def test_an_invalid_training_log_prob_stops_whatever_uses_it(settings: dict[str,
     assert metrics["invalid_nan"] == 1 and math.isfinite(metrics["kl"])
 
 
+def test_packed_data_are_checked_against_pi_old_under_bypass_too() -> None:
+    with pytest.raises(mp.InvalidLogProbError, match="kind zero_fill"):
+        mp.correct(lists(0.0, -4.0), config(**TIS, use_rollout_log_probs=True))
+
+
 def test_a_batch_without_one_valid_log_prob_has_no_metric_of_the_mismatch() -> None:
     """A mean of nothing, 0, would be read as perfect agreement."""
     packed = mp.PackedSequences.from_lists(old_log_probs=[[-1.0]], rollout_log_probs=[[None]], loss_masks=[[1]])
