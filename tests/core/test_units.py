@@ -119,7 +119,8 @@ def test_turn_numbers_that_cannot_be_are_refused(ids: list[int], said: str) -> N
         packed = packed.replace(unit_counts=(1, 3))
     with pytest.raises(ValueError, match=f"unit_ids of sequence 1 {said}"):
         packed.unit_numbers()
-    mp.PackedSequences.from_lists(loss_masks=[[1], [1, 1, 1]], unit_ids=[[0], [0, 1, 2]]).unit_numbers()
+    right = mp.PackedSequences.from_lists(loss_masks=[[1], [1, 1, 1], []], unit_ids=[[0], [0, 1, 2], []])
+    assert right.unit_numbers()[1] == (1, 3, 1)
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,8 @@ def test_an_invalid_training_log_prob_stops_whatever_uses_it(settings: dict[str,
     """π_old is in every loss of algorithms 0 and 2; one of the rollout is only measured here."""
     with pytest.raises(mp.InvalidLogProbError, match=r"kind train_positive.*training side's log-probs"):
         mp.policy_loss(torch.full((5,), -1.0), lists(-1.0, 1.5), config(**settings))
+    with pytest.raises(mp.InvalidLogProbError, match="kind zero_fill"):
+        mp.correct(lists(0.0, -4.0), config(**TIS, use_rollout_log_probs=True))
     metrics = metrics_of(lists(None, -4.0), **settings)
     assert metrics["invalid_nan"] == 1 and math.isfinite(metrics["kl"])
 

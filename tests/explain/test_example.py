@@ -97,7 +97,6 @@ def test_it_covers_every_mode_level_and_objective_and_can_be_narrowed() -> None:
 FLAGS = [
     ("--use-tis", "C1     −0.7985  2.25    1   yes   −1.2       −0.48  0"),
     ("--rs-criterion token:tv:0.25@away --rs-policy current --mismatch-dry-run", "token_tv_away"),
-    ("--use-tis --rs-max-staleness 1 --rs-group exclude", "staleness"),
     ("--use-tis --mismatch-gate-kl 0.01", "training stops here"),
     ("--mismatch-objective gspo", "0.9997 to 1.0004"),
     ("--mismatch-objective cispo", "−clip(r) A log π_θ"),
