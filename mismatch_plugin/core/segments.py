@@ -60,11 +60,13 @@ def segment_sums(columns: Iterable[Column], offsets: Tensor) -> tuple[list[str],
                 sums[squares] = squared
             continue
         waiting.append(column)
-        if len(waiting) * len(values) >= _TOGETHER:
+        # A compiled call keeps them together: what hangs on T would be compiled anew for every T.
+        if len(waiting) * len(values) >= _TOGETHER and not torch.compiler.is_compiling():
             sums |= _sums_together(waiting, offsets)
             waiting.clear()
     if waiting:
         sums |= _sums_together(waiting, offsets)
+    assert len({*names}) == len(names), names
     if not names:
         return names, offsets.new_empty((0, len(offsets) - 1), dtype=torch.float64)
     return names, torch.stack([sums[name] for name in names])
@@ -72,6 +74,13 @@ def segment_sums(columns: Iterable[Column], offsets: Tensor) -> tuple[list[str],
 
 def _sums_together(columns: list[Column], offsets: Tensor) -> dict[str, Tensor]:
     """Name → [N], by one reduction over [K, T], which is summed as K · N sequences."""
+    if len(columns) == 1:  # of so many tokens that a table would only cost memory
+        name, values, squares = columns[0]
+        wide = values.double()
+        sums = {name: torch.segment_reduce(wide, "sum", offsets=offsets, unsafe=True)}
+        if squares is not None:
+            sums[squares] = torch.segment_reduce(wide.square(), "sum", offsets=offsets, unsafe=True)
+        return sums
     columns = sorted(columns, key=lambda column: column.squares is None)
     names: list[str] = []
     rows: list[Tensor] = []
@@ -84,9 +93,7 @@ def _sums_together(columns: list[Column], offsets: Tensor) -> dict[str, Tensor]:
     table = torch.cat(rows) if len(rows) > 1 else rows[0]
     count, tokens = table.shape
     begins = torch.arange(0, count * tokens, tokens, device=offsets.device) if tokens else offsets.new_zeros(count)
-    every = (
-        begins.unsqueeze(1) + offsets
-    ).flatten()  # an empty one between the last of a row and the first of the next
+    every = (begins.unsqueeze(1) + offsets).flatten()  # between two rows an empty sequence
     sums = torch.segment_reduce(table.flatten(), "sum", offsets=every, unsafe=True)
     return dict(zip(names, sums.as_strided((count, len(offsets) - 1), (len(offsets), 1)).unbind(), strict=True))
 

@@ -114,7 +114,7 @@ def _drop(data: dict[str, Any], path: str) -> None:
         data["criteria"] = [each for each in data.get("criteria", ()) if each.get("condition", "any") == "any"]
     if name.endswith(":"):
         data["criteria"] = [
-            {key: value for key, value in each.items() if key not in BUDGETS.values()} for each in data["criteria"]
+            {key: value for key, value in each.items() if key not in BUDGETS} for each in data["criteria"]
         ]
     for key in [key for key in data if key.startswith(name)]:
         data.pop(key)

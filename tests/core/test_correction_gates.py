@@ -94,6 +94,13 @@ def test_kernels_at_most(settings: dict[str, Any], limit: int) -> None:
     assert found.total <= limit and not found.syncs
 
 
+def test_of_very_many_tokens_columns_are_summed_one_by_one() -> None:
+    packed = batch(8, longest=80_000)
+    assert len(packed.loss_mask) > 2**18
+    found = count(lambda: mp.correct(packed, mp.MismatchConfig(**rejecting())))
+    assert found.total <= 110 and not found.syncs
+
+
 @pytest.mark.parametrize("metrics", ["off", "basic", "full"])
 @pytest.mark.parametrize(("criterion", "limit"), [("sequence_mean:k3:0.1", 9), ("token:binary_kl:0.5", 15)])
 def test_kernels_for_a_budget(metrics: str, criterion: str, limit: int) -> None:

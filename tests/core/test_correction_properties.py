@@ -151,15 +151,15 @@ def test_sums_over_any_tiles(tile: int, dtype: torch.dtype, monkeypatch: pytest.
     values = (torch.randn(sum(lengths), generator=torch.Generator().manual_seed(0)) + 1000).to(dtype)
     values = values if dtype != torch.bool else torch.arange(len(values)) % 3 == 0
     offsets = torch.tensor([0, *lengths]).cumsum(0)
-    columns = [Column("sum", values, "squares"), Column("twice", values.double(), "again")]
+    columns = [Column("alone", values), Column("sum", values, "squares"), Column("twice", values.double(), "again")]
     rows = [row.double().tolist() for row in values.split(lengths)]
     plain, squares = [math.fsum(row) for row in rows], [math.fsum(x * x for x in row) for row in rows]
     for enabled in (True, False):  # a device sums all columns together, or as many as there is room for
         monkeypatch.setattr(host, "ENABLED", enabled)
         monkeypatch.setattr(segments, "_TOGETHER", tile)
         names, sums = segment_sums(columns, offsets)
-        assert names == ["sum", "squares", "twice", "again"]
-        for found, expected in zip(sums.tolist(), [plain, squares, plain, squares], strict=True):
+        assert names == ["alone", "sum", "squares", "twice", "again"]
+        for found, expected in zip(sums.tolist(), [plain, plain, squares, plain, squares], strict=True):
             assert found == pytest.approx(expected, rel=1e-15 if enabled else 1e-14)
     for empty in ([], [0, 0]):
         _, sums = segment_sums([Column("sum", torch.zeros(0))], torch.tensor([0, *empty]).cumsum(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Hashable, Sequence
@@ -99,9 +100,6 @@ def test_equals_the_plain_loop(responses: list[tuple[int, int, bool]], how: dict
         assert found.tolist() == pytest.approx(wanted, rel=1e-9, abs=1e-9)
 
 
-# What the baseline's bias is ------------------------------------------------------------------------------------------
-
-
 # Metrics --------------------------------------------------------------------------------------------------------------
 
 
@@ -109,6 +107,50 @@ def measured(accepted: list[int], least: int = 1) -> list[float]:
     """Two groups of three and one of two."""
     found = group_metrics([1, 0, 0, 1, 1, 0, 2, 2], [0, 0, 0, 1, 1, 1, 2, 2], accepted, least)
     return [found[f"rollout_corr/{name}"] for name in GROUP_METRICS]
+
+
+# What the baseline's bias is ------------------------------------------------------------------------------------------
+
+
+def test_the_gradient_by_enumeration() -> None:
+    """Every group of 3 responses out of 4 that a policy can give, some of which are always rejected.
+
+    Leave-one-out over the accepted: E Σ A ∇log π = E[m, m ≥ 2] · ∇ E[R | accepted], m the number accepted; the group's
+    mean costs (m − 1)/m of it. With the rejected ones in the baseline, leave-one-out gives
+    E[m] · (∇ E[R | accepted] + (E[R | accepted] − E[R]) ∇ log P(accepted)): it pushes towards being accepted.
+    """
+    logits = torch.tensor([0.3, -0.4, 0.1, 0.9], dtype=torch.float64, requires_grad=True)
+    rewards, accepted = torch.tensor([1.0, 0.0, 3.0, 2.0], dtype=torch.float64), [True, True, False, True]
+    mask, size = torch.tensor(accepted), 3
+    log_policy = logits.log_softmax(0)
+    policy = log_policy.exp()
+    share = policy[mask].sum()
+    mean_accepted = (policy * rewards)[mask].sum() / share
+    (towards,) = torch.autograd.grad(mean_accepted, logits, retain_graph=True)
+    (being_accepted,) = torch.autograd.grad(share.log(), logits, retain_graph=True)
+    score = torch.eye(4, dtype=torch.float64) - policy.detach()  # ∇ log π of each response
+
+    found = {name: torch.zeros(4, dtype=torch.float64) for name in ("others", "group", "kept in")}
+    several, shrunk = 0.0, 0.0
+    for drawn in itertools.product(range(4), repeat=size):
+        chance = float(policy.detach()[list(drawn)].prod())
+        given_, kept = rewards[list(drawn)], [accepted[i] for i in drawn]
+        m = sum(kept)
+        several += chance * m * (m >= 2)
+        shrunk += chance * (m - 1) * (m >= 2)
+        ways = {
+            "others": mp.group_advantages(given_, [0] * size, kept, False, leave_one_out=True),
+            "group": mp.group_advantages(given_, [0] * size, kept, False),
+            "kept in": mp.group_advantages(given_, [0] * size, None, False, leave_one_out=True) * torch.tensor(kept),
+        }
+        for name, advantages in ways.items():
+            found[name] += chance * advantages @ score[list(drawn)]
+    torch.testing.assert_close(found["others"], several * towards, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found["group"], shrunk * towards, rtol=1e-10, atol=1e-12)
+    gap = (mean_accepted - (policy * rewards).sum()).detach()
+    biased = size * share.detach() * (towards + gap * being_accepted)
+    torch.testing.assert_close(found["kept in"], biased, rtol=1e-10, atol=1e-12)
+    assert (gap * being_accepted).abs().max() > 0.05
 
 
 def test_shares_of_groups_and_advantages() -> None:

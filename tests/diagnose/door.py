@@ -22,7 +22,7 @@ CLEAN = "bfloat16_temperature_1.0"
 RECORDS = FOLDER / f"{CLEAN}.jsonl"
 """What a real SGLang server in bf16 returned."""
 NAN, INF = math.nan, math.inf
-Rows = Sequence[Sequence[Any]]
+Rows = Sequence[Any] | np.ndarray[Any, Any]
 
 
 def run(*arguments: object, columns: int = 100) -> Result:

@@ -175,6 +175,7 @@ def with_gaps(abs_mean: float, k3_kl: float, tokens: int = 4000) -> list[Any]:
     share = next(
         share for share in (0.5, 0.2, 0.05, 0.02, 0.01, 0.005, 0.002) if share * k3_of(abs_mean / share) >= k3_kl
     )
+    large = small = 0.0
     low, high = abs_mean, abs_mean / share
     for _ in range(60):  # the larger of both gaps, by bisection
         large = (low + high) / 2

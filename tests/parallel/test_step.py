@@ -9,7 +9,6 @@ in one layout; all of it in every layout with MISMATCH_FULL=1. One launch per nu
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 import mismatch_plugin as mp
+from mismatch_plugin.config.values import merge
 from tests.distributed.correction_cases import (
     BAD_POSITION,
     BAD_SEQUENCE,
@@ -35,13 +35,14 @@ from tests.distributed.correction_worker import (
     Case,
     Part,
     run,
+    run_budgets,
     run_counted,
     run_different,
     run_invalid,
 )
 from tests.distributed.launch import launch
+from tests.full import FULL
 
-FULL = bool(os.environ.get("MISMATCH_FULL"))
 THIN = 1 if FULL else 3
 ODD = (
     "first_chunk",  # no response token on most ranks of a context-parallel group
@@ -55,6 +56,21 @@ ODD = (
 )
 SOME = tuple(PRODUCT[::11])  # 11 meets every value of every setting
 COUNTED = ("product", "single", "untrained_replica", "rejected", "empty", "nothing")
+
+BUDGETS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+    ({}, ("token:k2:0.002:mean=0.004", "sequence_mean:k3:0.001:share=0.3")),
+    ({"use_rollout_log_probs": True, "metrics": "off"}, ("sequence_max:k2:0.05:share=0.2",)),
+    ({"rs": {"policy": "current"}, "metrics": "full"}, ("token:tv:0.02:share=0.05", "sequence_sum:k2:0.1:mean=0.2")),
+    ({"use_tis": True, "use_rollout_log_probs": True}, ("token:binary_kl:0.002:share=0.1",)),
+)
+
+
+def rules(spelled: Callable[[str], str] = str) -> tuple[tuple[str, mp.MismatchConfig], ...]:
+    """The budgets' settings under names of their own, as a case wants its changes."""
+    return tuple(
+        (str(number), mp.MismatchConfig.model_validate(merge(given, {"rs": {"criteria": [*map(spelled, criteria)]}})))
+        for number, (given, criteria) in enumerate(BUDGETS)
+    )
 
 
 def dealt(settings: Sequence[Settings], batch: str, count: int = 2, *changes: Any, **more: Any) -> Iterator[Case]:
@@ -89,6 +105,9 @@ def all_jobs() -> Iterator[tuple[str, Callable[[Case], Any], Case]]:
     for layout in (LAYOUTS[0], LAYOUTS[2]):
         batches = ("no versions", "versions once", *(("other metrics", "no loss") if layout.cp == 1 else ()))
         yield from (("different", run_different, Case(batch, layout, 2, SOME[:1])) for batch in batches)
+    for layout in LAYOUTS:
+        yield "budgets", run_budgets, Case("product", layout, 3, (), rules())
+        yield "no budgets", run_budgets, Case("product", layout, 3, (), rules(lambda rule: rule.rpartition(":")[0]))
     for batch in COUNTED:
         yield from (("counted", run_counted, case) for case in dealt(PRODUCT[::23], batch))
 
@@ -349,3 +368,25 @@ def _same_collectives(layout: Layout, settings: Settings, steps: list[tuple[int,
             assert before == [call for calls in (losses if reused else masks) for call in calls]
         else:  # as the loss, whose SUM has the columns of metrics and objective, too
             assert sum(call.bytes for call in before) <= sum(call.bytes for calls in losses for call in calls)
+
+
+def test_budgets_are_the_same_for_every_split() -> None:
+    """And bring no collective: the histogram travels in the step's SUM."""
+    whole = make("product")
+    packed = whole.packed().prepared()
+    for number, (_, config) in enumerate(rules()):
+        keep, thresholds = [], None
+        for _ in range(2):
+            result = mp.policy_loss(whole.log_probs, packed, config, thresholds=thresholds)
+            keep.append(result.correction.keep)
+            thresholds = result.statistics.thresholds()
+        assert thresholds is not None
+        assert not torch.equal(*keep), f"{config.rs} changes nothing in the second step"
+        for (case, of_budgets), (_, of_plain) in zip(results("budgets"), results("no budgets"), strict=True):
+            found = [torch.zeros_like(each) for each in keep]
+            for rank, (places, kept, bounds, calls) in enumerate(each[number] for each in of_budgets):
+                for own, mine in zip(found, kept, strict=True):
+                    own[places] = mine
+                assert bounds == {name: float(value) for name, value in thresholds.items()}, case.layout
+                assert calls == of_plain[rank][number][-1]
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, keep, strict=True)), case.layout

@@ -212,7 +212,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def batch(steps: range) -> mp.PackedSequences:
     """Three sequences a step, the same in a step of its own as among others; the mismatch grows."""
     names = ("old_log_probs", "rollout_log_probs", "loss_masks", "advantages", "weight_versions")
-    rows: dict[str, list[Any]] = {name: [] for name in names}
+    rows: dict[str, Any] = {name: [] for name in names}
     for step in steps:
         draw = torch.Generator().manual_seed(step)
         for length in (40, 700, 1 + step):
