@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Hashable, Sequence
@@ -100,6 +101,29 @@ def test_equals_the_plain_loop(responses: list[tuple[int, int, bool]], how: dict
 
 
 # What the baseline's bias is ------------------------------------------------------------------------------------------
+
+
+def test_the_gradient_by_enumeration() -> None:
+    """Every group of 3 responses out of 4 that a policy can give, one of which is always rejected.
+
+    Leave-one-out over the accepted: E Σ A ∇log π = E[m, m ≥ 2] · ∇ E[R | accepted], m the number accepted; the group's
+    mean costs (m − 1)/m of it.
+    """
+    logits = torch.tensor([0.3, -0.4, 0.1, 0.9], dtype=torch.float64, requires_grad=True)
+    rewards, accepted = torch.tensor([1.0, 0.0, 3.0, 2.0], dtype=torch.float64), torch.tensor([1, 1, 0, 1])
+    policy = logits.softmax(0)
+    mean_accepted = (policy * rewards * accepted).sum() / (policy * accepted).sum()
+    (towards,) = torch.autograd.grad(mean_accepted, logits, retain_graph=True)
+    score = torch.eye(4, dtype=torch.float64) - policy.detach()  # ∇ log π of each response
+    for others, worth in ((True, lambda m: m), (False, lambda m: m - 1)):
+        found, expected = torch.zeros(4, dtype=torch.float64), 0.0
+        for drawn in itertools.product(range(4), repeat=3):
+            at = list(drawn)
+            chance, m = float(policy.detach()[at].prod()), int(accepted[at].sum())
+            advantages = mp.group_advantages(rewards[at], [0] * 3, accepted[at], False, leave_one_out=others)
+            found += chance * advantages @ score[at]
+            expected += chance * worth(m) * (m >= 2)
+        torch.testing.assert_close(found, expected * towards, rtol=1e-10, atol=1e-12)
 
 
 # Metrics --------------------------------------------------------------------------------------------------------------

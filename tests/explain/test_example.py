@@ -183,19 +183,6 @@ def test_the_account_of_flags(flags: str, given: dict[str, Any], name: str, expe
     assert found == (expected if isinstance(expected[0], (bool, tuple)) else pytest.approx(expected))
 
 
-def test_advantages_are_of_rewards_without_the_rejected_and_metrics_those_of_training() -> None:
-    texts = {"train": ["-1;-1;-1;-1"], "rollout": ["-1;-3;-1;-1"], "rewards": ["1,1,0,0"]}
-    for words, expected in (
-        ((), [0.866, 0.866, -0.866, -0.866]),
-        (("--rs-group", "exclude"), [1.155, 0, -0.577, -0.577]),
-    ):
-        config = mp.MismatchConfig.from_words(["--rs-criterion", "token:k2:0.5", *words])
-        assert column(account(read_numbers(texts), config), "advantage") == pytest.approx(expected, abs=1e-3)
-    numbers, config = read_numbers({name: [text] for name, text in NUMBERS.items()}), mp.preset("token_is")
-    expected = mp.policy_loss(numbers.log_probs, numbers.packed, config).statistics.metrics()
-    assert account(numbers, config).metrics == expected
-
-
 OWN = [word for name, text in NUMBERS.items() for word in (f"--{name}", text)]
 REFUSED: list[tuple[list[str], str]] = [
     *(([*OWN, f"--{name}", text], said) for name, text, said in (
