@@ -102,18 +102,6 @@ def test_of_very_many_tokens_columns_are_summed_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("metrics", ["off", "basic", "full"])
-@pytest.mark.parametrize(("criterion", "limit"), [("sequence_mean:k3:0.1", 9), ("token:binary_kl:0.5", 15)])
-def test_kernels_for_a_budget(metrics: str, criterion: str, limit: int) -> None:
-    """The histogram in every micro-batch, with the values of tokens again, and once a step the bound; no sync."""
-    packed, config = batch(64), mp.MismatchConfig(**rejecting(f"{criterion}:share=0.1", metrics=metrics))
-    statistics = mp.correct(packed, config).statistics
-    bound, thresholds = count(statistics.thresholds), statistics.thresholds()
-    found = count(lambda: mp.correct(packed, config, thresholds=thresholds))
-    assert found.total <= correction(**rejecting(criterion, metrics=metrics)).total + limit and bound.total <= 16
-    assert not found.syncs and not bound.syncs
-
-
-@pytest.mark.parametrize("metrics", ["off", "basic", "full"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_kernels_do_not_depend_on_the_number_of_sequences(metrics: str, level: str) -> None:
     criteria = ("token:k3:0.5@away", "sequence_max:k2:1@negative")

@@ -227,13 +227,6 @@ def test_a_step_at_the_bar_passes_and_one_above_it_fails() -> None:
         metrics_of(noisy(0.5), gate_kl=1e-3, rs={"criteria": ["token:ratio:50:60"]})
 
 
-def test_it_judges_the_merged_step_and_not_its_parts() -> None:
-    loud, quiet = (mp.correct(noisy(noise), config(gate_kl=1e-3)).statistics for noise in (0.05, 0.01))
-    with pytest.raises(GateError):
-        loud.metrics()
-    assert loud.merge(quiet).metrics()[f"{PREFIX}k3_kl"] < 1e-3 < float(loud.k3_kl())
-
-
 @pytest.mark.parametrize("policy", ["error", "neutral", "drop-token", "drop-sequence"])
 def test_no_token_passes_and_no_valid_token_fails(policy: str) -> None:
     settings: dict[str, Any] = {"gate_kl": 1e-3, "rollout_log_prob_policy": policy, "use_tis": policy != "error"}

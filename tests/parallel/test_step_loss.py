@@ -110,6 +110,8 @@ def test_micro_batches_are_one_step(settings: dict[str, Any]) -> None:
         assert other == pytest.approx(loss, rel=1e-12)
         torch.testing.assert_close(theirs, gradient, rtol=1e-12, atol=1e-15)
         assert figures == pytest.approx(metrics, rel=1e-9, abs=1e-12)
+    if not config.terms.kl_coef:
+        assert metrics["rollout_corr/pg_loss"] == pytest.approx(loss, rel=1e-9), "the mean weight divides it"
 
 
 def test_a_micro_batch_alone_is_normalised_by_its_own_mean_and_says_so() -> None:
@@ -134,6 +136,8 @@ def test_a_step_without_accepted_tokens_is_zero_and_connected() -> None:
     loss, gradient, metrics = step(config, CUT)
     assert loss == 0.0 and not gradient.any() and metrics["rollout_corr/all_rejected"] == 1.0
     assert step(config, CUT, accumulate=True)[0] == 0.0
+    (one,) = parts_of(made(aggregation="seq-mean-token-mean"), [range(1)], data().current)
+    assert float(mp.step_loss([one]).loss) == pytest.approx(float(one.loss)), "of one response"
     with pytest.raises(ValueError, match="no micro-batch was given to this step"):
         mp.step_loss([])
 
