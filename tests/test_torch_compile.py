@@ -36,3 +36,5 @@ def test_a_users_own_torch_compile_gives_the_same_loss_and_gradient(fields: dict
         loss.backward()
         results.append((loss.detach(), log_probs.grad))
     torch.testing.assert_close(results[1], results[0], atol=1e-6, rtol=1e-6)
+    transformed = torch.func.grad(step)(torch.cat(old) + 0.05)
+    torch.testing.assert_close(transformed, results[0][1], atol=1e-6, rtol=1e-6)

@@ -54,7 +54,13 @@ def from_checkpoint(folder: Path, dtype: torch.dtype) -> Trainer:
 def from_megatron(spec: str, folder: Path, dtype: torch.dtype, vocab: int) -> Trainer:
     """megatron-core's GPTModel that the function `spec` returns for a checkpoint's folder, rounded in the same way.
     vocab: how many logits are used; the rest pads. Raises InputError."""
-    found = _function(spec)(str(folder))
+    if not folder.is_dir():
+        raise InputError(f"--checkpoint {folder} is no folder.")
+    function = _function(spec)
+    try:
+        found = function(str(folder))
+    except Exception as error:  # it is the user's
+        raise InputError(f"--megatron {spec}: {type(error).__name__}: {error}") from error
     model: Any = found[0] if isinstance(found, list) and len(found) == 1 else found
     while isinstance(getattr(model, "module", None), nn.Module):  # of DDP and of Float16Module
         model = model.module
@@ -84,12 +90,16 @@ def _rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def _function(spec: str) -> Callable[[str], Any]:
     """Of "file.py:function" or "package.module:function"."""
     name, _, function = spec.rpartition(":")
+    if not name:
+        raise InputError(f"--megatron {spec} wants FILE.py:FUNCTION or MODULE:FUNCTION.")
     sys.path.insert(0, "")  # the current folder, as for `python -m`
     try:
         found = runpy.run_path(name) if name.endswith(".py") else vars(importlib.import_module(name))
-        return found[function]
-    except (ImportError, KeyError, OSError, ValueError) as error:
-        raise InputError(f"--megatron {spec} wants FILE.py:FUNCTION or MODULE:FUNCTION: {error}") from None
+    except Exception as error:  # it is the user's
+        raise InputError(f"--megatron {spec}: {type(error).__name__}: {error}") from error
+    if not callable(found.get(function)):
+        raise InputError(f"--megatron {spec}: {name} has no function {function!r}.")
+    return found[function]
 
 
 class Engine:

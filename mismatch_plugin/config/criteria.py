@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, ValidationInfo, field_validator, model_validator
 
-from mismatch_plugin.config.fields import Frozen, described
+from mismatch_plugin.config.fields import Frozen, Section, described
 from mismatch_plugin.config.units import UNITS, Aggregate, Unit, aggregate_name
 from mismatch_plugin.config.values import number, parse_int, unknown
 
@@ -23,7 +23,7 @@ _SPEC = (
 )
 
 
-class Criterion(Frozen):
+class Criterion(Section):
     """One rejection rule: a unit is kept where lower ≤ aggregate(statistic) ≤ upper.
 
     `ratio` and `k1` are synonyms: they aggregate l = log ρ and their bounds are bounds on ρ itself. The others have

@@ -134,7 +134,7 @@ class MismatchConfig(Settings):
             lines.append("weights: none")
         rejections = [
             f"{c.name} in [{c.lower_bound or 0:g}, {c.upper_bound:g}]"
-            + f" (from the second step on {c.budget})" * bool(c.budget)
+            + f" (a budget: from the second step on the bound rises for {c.budget})" * bool(c.budget)
             for c in self.criteria
         ]
         if self.rs.veto_threshold is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -174,3 +176,21 @@ def test_the_page_is_made_of_the_kept_results() -> None:
         for row in part["rows"]:
             assert set(row) <= {"case", "contender", "status", *bench.COLUMNS}
             assert "status" in row or "deviation" not in row or row["deviation"] < 2e-2, (name, row)
+
+
+@full_only
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is needed")
+def test_what_make_gpu_counts_of_megatron_core_s_step() -> None:
+    from examples.benchmarks.gpu import megatron_step  # imports Triton
+
+    (found,) = in_processes(megatron_step, 1, "cpu")
+    assert found["loss"]["syncs"] == 0 and 100 < found["loss"]["kernels"] < found["step"]["kernels"]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is needed")
+def test_make_gpu_claims_nothing_without_cuda() -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "examples.benchmarks.gpu"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert "nothing was checked and nothing was measured" in done.stderr

@@ -304,7 +304,7 @@ def _length_findings(batch: Batch, samples: list[Sample], side: LogProbSide, *, 
             f"tokens: {count} for {len(first)} in sample {first.index}{dropped}."
         )
         place = place_of(first, 0 if ends else min(count, len(first)))
-        found.append(batch.finding("length", side, evidence, LENGTH_FIX, wrong, first=place))
+        found.append(batch.finding("length", side, evidence, LENGTH_FIX, wrong, first=place, confidence="certain"))
     return found
 
 

@@ -318,6 +318,8 @@ def _renormalised(batch: Batch, group: list[Sample], tokens: Tokens) -> Finding 
     )
     if after_filters(group[0]):
         evidence += " The record says so (log_probs_of filtered); the trainer does not replay the filter."
+    if ours == "rollout" and group[0].temperature != 1.0:
+        evidence += f" A trainer that divides log-probs, not logits, by {group[0].temperature:g} looks the same."
     told = {"missing_mass": missing, "one_sided": one_sided, "standard_errors": z_score}
     return _truncation_finding(
         batch, group, "renormalised" if ours == "rollout" else "behaviour", ours, evidence, **told
@@ -330,7 +332,8 @@ def _truncation_finding(
     drawn = f"{len(group)} of {len(batch)} samples were drawn with {filter_text(group[0].sampling)}"
     certain = kind == "recorded" or after_filters(group[0])
     about = {"statistics": statistics, "confidence": "certain" if certain else "likely"}
-    told = "by their records" if group[0].asked else "as nothing tells of one"
+    recorded = group[0].asked and group[0].sampling.model_fields_set - {"temperature"}
+    told = "by their records" if recorded else "as nothing tells of one"
     evidence, fix = f"{drawn}, {told}: {why}", TRUNCATION_FIXES[kind]
     return batch.finding("truncation", side, evidence, fix, group, **about)
 

@@ -14,7 +14,7 @@ from mismatch_plugin.core.validity import FLOOR, POSITIVE_TOLERANCE, ZERO_FILL_G
 from mismatch_plugin.data.arrays import Bools, Floats, Ints, is_null
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.diagnose.batch import FIELD, Batch, Outcome, median
-from mismatch_plugin.diagnose.findings import SIDES, FaultName, Item, LogProbSide, place_of, too_few
+from mismatch_plugin.diagnose.findings import SIDES, Confidence, FaultName, Item, LogProbSide, place_of, too_few
 
 FILL_GAP = 0.5
 """Several exact 0.0 where the other side is below −0.5: certain tokens do not differ by that much."""
@@ -148,7 +148,8 @@ def _number_finding(batch: Batch, name: FaultName, side: LogProbSide, hits: Hits
     evidence = f"{of} have {what.format(value=value)} on the {side} side."
     first = place_of(sample, position, **{side: "null" if name == "missing" else value})
     fix, samples = fixes[SIDES.index(side)], [sample for sample, _ in hits]
-    return batch.finding(name, side, evidence, fix, samples, tokens=tokens, first=first)
+    sure: Confidence = "certain" if name in ("missing", "nan", "infinite", "positive") else "likely"
+    return batch.finding(name, side, evidence, fix, samples, tokens=tokens, first=first, confidence=sure)
 
 
 # An end-of-sequence token that the trainer appended: nobody sampled it, so it has no rollout log-prob
@@ -257,10 +258,12 @@ def _base(batch: Batch) -> Outcome:
     # Median of n normal values: 1.253 σ/√n, and σ is 1.483 times their median deviation.
     errors = 1.86 * spreads / np.sqrt([len(part) for part in parts])
     allowed = np.minimum(BASE_TOLERANCE + BASE_ERRORS * errors, BASE_WORST)
+    recorded = {abs(math.log(one.temperature)) for one in batch if one.temperature > 0}
     for side, base in product(SIDES, (2.0, 10.0)):
         factor = math.log(base)
         expected = math.log(factor) * (-1 if side == "rollout" else 1)
-        if (np.abs(thirds - expected) > allowed).any():
+        nearer = any(abs(abs(thirds[1]) - one) < abs(thirds[1] - expected) for one in recorded)  # 0.7 is near log 2
+        if nearer or (np.abs(thirds - expected) > allowed).any():
             continue
         evidence = (
             f"Rollout and training log-probs are proportional, factor {math.exp(thirds[1]):.4f} (thirds of the tokens "

@@ -152,7 +152,8 @@ CASES: list[tuple[list[Sample], list[str], list[str]]] = [
      ["Weights changed under the same label"]),  # a trainer that names no version: a note
     ([record("1", "fa", "1"), record("1", "fb", "1", last=update(2))], ["label_reused"], []),
     ([record(weights=None)], [], []),  # it cannot take fingerprints
-    *(([*CLEAN, record(server="c:1", **dict[str, Any]({field: value}))], ["server_differs"], [field, str(value), "a:1, b:1", "c:1"])
+    *(([*CLEAN, record(server="c:1", **dict[str, Any]({field: value}))], ["server_differs"],
+       [field, str(value), "a:1, b:1", "c:1"])
       for field, value in (
           ("dtype", "float16"), ("head_dtype", "bfloat16"), ("kv_cache_dtype", "fp8_e4m3"), ("quantization", "fp8"),
           ("speculative", "EAGLE"), ("deterministic", True), ("on_policy_target", "fsdp"), ("sglang", "0.5.9"))),

@@ -206,7 +206,10 @@ def rows_of(layout: Layout) -> list[str]:
         names = [name for name in names if not every_row()[name].samples]
     if "interleaved" in layout.name or layout.dp > 1:  # no single micro-batch there
         names = [name for name in names if every_row()[name].microbatches > 1]
-    return names if FULL else names[LAYOUTS.index(layout) % 3 :: 3]
+    if FULL:
+        return names
+    turn = LAYOUTS.index(layout)  # stages before the last learn the step's mean weight late
+    return [name for at, name in enumerate(names) if (at - turn) % 3 == 0 or (layout.pp > 1 and "normalized" in name)]
 
 
 @cache
