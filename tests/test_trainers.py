@@ -12,8 +12,6 @@ import ci.trainers
 from tests.trainers.run import OUT_OF_TIME, descendants, run
 from tests.trainers.whole import largest, made_once
 
-ROOT = Path(__file__).resolve().parent.parent
-
 
 def test_a_run_has_its_status_log_and_limit(tmp_path: Path) -> None:
     done = run(["bash", "-c", "echo said; exit 3"], tmp_path / "log", limit=60, env=dict(os.environ), cwd=tmp_path)

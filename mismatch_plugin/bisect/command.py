@@ -14,13 +14,12 @@ if TYPE_CHECKING:
 
 CANNOT, _MOST_SHOWN = 2, 9
 _URL = typer.Option(help="An idle SGLang server that runs with this plugin.")
-_CHECKPOINT = typer.Option(help="Folder of the trainer's model (transformers).")
+_CHECKPOINT = typer.Option(help="Folder of the trainer's model (transformers).", exists=True, file_okay=False)
 _IDS = typer.Option("--ids", metavar="FILE", help="JSON list of token ids to compute. Default: drawn at random.")
-_CHECK = typer.Option("--check", metavar="FILE", help="Compute a certificate again, and compare.")
+_CHECK = typer.Option("--check", metavar="FILE", exists=True, help="Compute a certificate again, and compare.")
 _UPDATE = typer.Option(help="Folder of the weights that serve, which the server loads again.")
 _MEGATRON = typer.Option(
-    metavar="FILE.py:FUNCTION",
-    help="Returns megatron-core's GPTModel, given the folder, as the trainer's model. Or MODULE:FUNCTION.",
+    metavar="FILE.py:FUNCTION", help="Makes megatron-core's GPTModel of the folder. Or MODULE:FUNCTION."
 )
 
 

@@ -54,13 +54,7 @@ def from_checkpoint(folder: Path, dtype: torch.dtype) -> Trainer:
 def from_megatron(spec: str, folder: Path, dtype: torch.dtype, vocab: int) -> Trainer:
     """megatron-core's GPTModel that the function `spec` returns for a checkpoint's folder, rounded in the same way.
     vocab: how many logits are used; the rest pads. Raises InputError."""
-    if not folder.is_dir():
-        raise InputError(f"--checkpoint {folder} is no folder.")
-    function = _function(spec)
-    try:
-        found = function(str(folder))
-    except Exception as error:  # it is the user's
-        raise InputError(f"--megatron {spec}: {type(error).__name__}: {error}") from error
+    found = _built(spec, folder)
     model: Any = found[0] if isinstance(found, list) and len(found) == 1 else found
     while isinstance(getattr(model, "module", None), nn.Module):  # of DDP and of Float16Module
         model = model.module
@@ -87,19 +81,16 @@ def _rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def _function(spec: str) -> Callable[[str], Any]:
-    """Of "file.py:function" or "package.module:function"."""
+def _built(spec: str, folder: Path) -> Any:
+    """What "file.py:function" or "package.module:function" returns for this folder."""
     name, _, function = spec.rpartition(":")
-    if not name:
-        raise InputError(f"--megatron {spec} wants FILE.py:FUNCTION or MODULE:FUNCTION.")
     sys.path.insert(0, "")  # the current folder, as for `python -m`
     try:
         found = runpy.run_path(name) if name.endswith(".py") else vars(importlib.import_module(name))
-    except Exception as error:  # it is the user's
-        raise InputError(f"--megatron {spec}: {type(error).__name__}: {error}") from error
-    if not callable(found.get(function)):
-        raise InputError(f"--megatron {spec}: {name} has no function {function!r}.")
-    return found[function]
+        return found[function](str(folder))
+    except Exception as error:  # whatever it is, it is the user's
+        told = f"{type(error).__name__}: {error}"
+        raise InputError(f"--megatron {spec} is no FILE.py:FUNCTION or MODULE:FUNCTION that works: {told}") from error
 
 
 class Engine:

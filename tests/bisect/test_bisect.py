@@ -161,6 +161,7 @@ def test_what_depends_on_how_it_is_computed_is_placed() -> None:
 
 def test_the_command_certifies_and_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "zero.json").write_text("{}")
     for seed, words, code, says in (
         (0, "--check zero.json", 2, "zero.json is no certificate of `mismatch-plugin certify`"),
         (0, "--tokens 12", 1, "chunked  not run: all of them are fewer tokens than the 64"),
@@ -174,7 +175,9 @@ def test_the_command_certifies_and_checks(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_what_is_no_whole_megatron_model_is_refused(tmp_path: Path) -> None:
     for text, says in (
-        ("", "wants FILE.py:FUNCTION or MODULE:FUNCTION: 'build'"),
+        ("", "that works: KeyError: 'build'"),
+        ("def build(folder): raise ValueError('of the user')", "ValueError: of the user"),
+        ("def build(:", "SyntaxError"),
         ("def build(folder): return {}", "returned dict, and no GPTModel"),
         (f"{SPLIT}def build(folder): return S(config=parts)", "pipeline parallelism of 2 spreads a module over ranks"),
     ):

@@ -465,7 +465,7 @@ SHOWN = [
     ("--use-tis --tis-mode clip --tis-upper-bound-positive 3", "token level, clip, [0.5, 2], where A ≥ 0 [0.5, 3]"),
     (GAMMA, "sequence level, gamma, ρ^k e^(λ(1 − ρ)) with (k, λ)"),
     (f"{CRITERION}@away --rs-policy current", "rejection: token_tv_away in [0, 0.2], judged by π_θ"),
-    (f"{CRITERION}:share=0.1", "token_tv in [0, 0.2] (from the second step on share=0.1)\npolicies: three"),
+    (f"{CRITERION}:share=0.1", "(a budget: from the second step on the bound rises for share=0.1)\npolicies: three"),
     (f"--rs-group drop --rs-min-group 3 {CRITERION}", "accepted responses only, groups of fewer than 3 have no"),
     ("--rs-group exclude --rs-max-staleness 2", "versions before\nadvantages: of a group's accepted responses only\n"),
     ("--mismatch-rollout-kl-coef 0.1", "penalty: 0.1 · k2 to π_rollout, on all tokens"),

@@ -10,7 +10,6 @@ import torch
 import mismatch_plugin as mp
 from examples.benchmarks.counting import OperationCounter, count
 
-SEQUENCE: dict[str, Any] = {"use_tis": True, "tis": {"level": "sequence"}}
 FURTHER = (
     "sequence_sum:ratio:0.2:5", "sequence_max:ratio:0.2:5", "sequence_max:k2:0.5", "sequence_mean:k3:0.1",
     "sequence_mean:tv:0.2", "sequence_max:binary_kl:0.1", "sequence_mean:binary_kl_reverse:0.1", "token:ratio:0.2:5",

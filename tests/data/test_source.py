@@ -28,10 +28,11 @@ from mismatch_plugin.data.versions import WeightSpan
 from tests.calls import calls
 from tests.data import dumps
 from tests.data.dumps import save
+from tests.full import FULL
 
 GOOD: dict[str, Any] = {"response_ids": [[1, 2, 3]], "rollout_log_probs": [[-1.0, -2.0, -3.0]]}
 OWN: dict[str, Any] = {"prompt_ids": [1], "response_ids": [2, 3], "rollout_log_probs": [-1.0, -2.0]}
-STRANGE_FILES = 200 if os.environ.get("MISMATCH_FULL") else 50
+STRANGE_FILES = 200 if FULL else 50
 
 
 def refused(path: Path, says: str) -> None:

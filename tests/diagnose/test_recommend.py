@@ -58,11 +58,6 @@ def random_batch(sequences: int = 40, spread: float = 0.15) -> list[Sample]:
 
 
 BATCH = random_batch()
-OWN = {
-    "use_tis": True,
-    "tis": {"level": "sequence", "upper_bound": 1.1, "batch_normalize": True},
-    "rs": {"criteria": ["sequence_mean:k3:0.02"], "veto_threshold": 0.4},
-}
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What each rank does for `test_linear_log_probs_tp.py`: its rows of the head, and of hidden states its part or all."""
+"""What each rank does for `test_log_probs_tp.py`: its rows of the head, and of hidden states its part or all."""
 
 from __future__ import annotations
 

@@ -125,18 +125,6 @@ def run(name: str, prepare: Callable[[Inputs], Inputs] = lambda inputs: inputs, 
     return forward_backward(shard(prepare(make(name)), start, widths[rank]), tp_group=dist.group.WORLD, **arguments)
 
 
-def in_float32(inputs: Inputs) -> Inputs:
-    """What the Triton twin can do of a case that is made in float64."""
-    if inputs.logits.dtype == torch.float64:
-        inputs.logits, inputs.upstream = inputs.logits.float(), inputs.upstream.float()
-    return inputs
-
-
-def run_triton(name: str) -> dict[str, Any]:
-    """`run` by the Triton twin, on the CPU in its interpreter."""
-    return run(name, in_float32, backend="triton")
-
-
 def run_megatron(case: tuple[str, int]) -> dict[str, Any]:
     """{"torch", "megatron"}: the same by both backends; "refused": the message for a group that is not Megatron's."""
     from megatron.core import parallel_state

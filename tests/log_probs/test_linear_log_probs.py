@@ -1,7 +1,7 @@
 """Log-probs from hidden states equal those from whole logits: values, both gradients, costs, refusals, one process.
 
 Tensor and sequence parallelism: `test_log_probs_tp.py`. Through a model, in every layout:
-`hooks/megatron_core/test_adapter.py`; what the hook refuses: `test_fused_head.py` there.
+`hooks/megatron_core/test_layouts.py`; what the hook refuses: `test_adapter.py` there.
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ from mismatch_plugin.log_probs import (
     vocab_parallel_log_probs,
 )
 from tests import peers
+from tests.full import FULL
 
 # numpy says so where a GPU is silent: rows of −inf and of NaN are among the cases.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-FULL = bool(os.environ.get("MISMATCH_FULL"))
 FEW = [c for n, c in enumerate(CASES) if (c.columns == 61 and n % 3 == 0) or (c.columns == 8208 and n % 5 == 0)]
 
 

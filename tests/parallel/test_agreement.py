@@ -89,11 +89,6 @@ def test_what_ranks_may_differ_in_runs(layout: str) -> None:
         assert metrics[0]["rollout_corr/tokens"] > 0 and all(each == metrics[0] for each in metrics)
 
 
-NINE = ("allreduce", 72)
-SUM_OF_SEVEN = ("allreduce", 56)
-TOLD = ("broadcast", 4)
-
-
 # One process ----------------------------------------------------------------------------------------------------------
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterable
 from typing import Any
 
+from tests.full import FULL
 from tests.hooks.contracts.slime_data import ACCEPTED_MEAN
 
 LEVELS, MODES = ("token", "sequence", "geometric"), ("truncate", "clip", "mask")
@@ -44,7 +44,7 @@ def drawn(names: Iterable[Any], layouts: Iterable[str]) -> list[tuple[str, Any]]
     cases, and every such word with a layout, occur together, and every other case in one layout."""
     layouts, names = list(layouts), list(names)
     everything = list(itertools.product(layouts, names))
-    if os.environ.get("MISMATCH_FULL"):
+    if FULL:
         return everything
     products = [(layout, name) for layout, name in everything if name[0].isdigit()]
     others = [name for name in names if not name[0].isdigit()]

@@ -26,21 +26,3 @@ def function(path: Path, name: str) -> ast.FunctionDef:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return node
     raise AssertionError(f"{path} has no function {name} any more: read the host's change, then the adapter.")
-
-
-def parameters(node: ast.FunctionDef) -> tuple[str, ...]:
-    """Names of every parameter."""
-    return tuple(arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs))
-
-
-def call_arguments(node: ast.FunctionDef, name: str) -> tuple[str, ...]:
-    """Arguments, as written, of the first call of `name` inside a function; also through `checkpoint(name, …)`."""
-    for call in ast.walk(node):
-        if isinstance(call, ast.Call) and ast.unparse(call.func) == name:
-            return tuple(ast.unparse(argument) for argument in call.args)
-    raise AssertionError(f"{node.name} calls no {name} any more: read the host's change, then the adapter.")
-
-
-def strings(node: ast.AST) -> set[str]:
-    """Every string constant inside a node."""
-    return {item.value for item in ast.walk(node) if isinstance(item, ast.Constant) and isinstance(item.value, str)}
