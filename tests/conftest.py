@@ -34,10 +34,12 @@ HOW = {
 TESTS = Path(__file__).parent
 # Files start in this order, then all others: begun last, a long one would run while the other process is idle.
 LONGEST = (
-    "parallel/test_step.py",
-    "hooks/megatron_core/test_adapter.py",
     "log_probs/test_log_prob_triton.py",
+    "parallel/test_step.py",
+    "hooks/megatron_core/test_layouts.py",
+    "diagnose/detectors/test_planted.py",
     "compare/test_command.py",
+    "hooks/slime/test_launch.py",
     "launch/test_guard.py",
 )
 
