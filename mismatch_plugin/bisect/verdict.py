@@ -75,7 +75,7 @@ def bisect(trainer: Trainer, server: Capture, dtype: torch.dtype) -> Verdict:
     steps = _steps(trainer, pairs, served, server.ids)
     others = sorted((step for step in steps if not step.jumps), key=lambda step: -step.ratio / step.allowed)
     jumps, explained = _parts(trainer, server, served, [step for step in steps if step.jumps], gap)
-    unpaired = dict.fromkeys(name for name, _ in server.values) - {one.server: None for one in pairs}.keys()
+    unpaired = sorted({name for name, _ in server.values} - {one.server for one in pairs})
     told = {"jumps": jumps, "explained": explained, "largest": others[:5], "unpaired": unpaired}
     return Verdict(tokens=len(server.ids), gap=gap, watched=len(steps), **told)
 
