@@ -26,6 +26,7 @@ _PATH = "A dump of samples, a folder of dumps, or a run's metrics. Without it, -
 
 
 _OF_RUNS = {"run", "show_all"}
+_OF_SAMPLING = {"samples", "max_new_tokens", "temperature", "prompts"}
 _OF_BOTH = {"path", "config", "preset", "flags", "host", "gate", "gate_kl", "out", "no_report", "as_json"}
 
 
@@ -149,7 +150,10 @@ def inspect(
                 f"{path} holds no step yet, and no dump: a run writes its first metrics there after its first step "
                 f"(--mismatch-report-dir)."
             )
-        _refuse(context, {*context.params} - _OF_RUNS, "PATH is a dump, and no run's metrics")
+        if path is None:
+            _refuse(context, {*context.params} - _OF_RUNS, "without PATH servers are sampled, and no run is read")
+        else:
+            _refuse(context, {*context.params} - _OF_RUNS - _OF_SAMPLING, f"{path} is a dump, which is read as it is")
         from mismatch_plugin.diagnose.diagnosis import diagnose_files, own_settings
         from mismatch_plugin.diagnose.normal import Hints
         from mismatch_plugin.diagnose.scorers import Live

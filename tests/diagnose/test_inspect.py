@@ -88,6 +88,7 @@ def test_a_fault_is_named_first_and_nothing_is_recommended(tmp_path: Path) -> No
         ),
         (("--preset", "none_such"), "none_such"),
         (("--run", "a"), "--run is not for that"),
+        (("--temperature", "0.7", "--samples", "8"), "read as it is: --samples, --temperature are not for that"),
         (("--format", "slime"), "slime"),
         (("--checkpoint", "nowhere"), "is no folder"),
         (("--url", "http://127.0.0.1:9"), "does not rescore"),
