@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron.core import parallel_state
 
 import mismatch_plugin as mp
 from examples.megatron_core import train as example
@@ -35,6 +36,8 @@ LONG = 400
 @pytest.fixture(scope="module")
 def trainers() -> list[example.Trainer]:
     """Two, with different weights."""
+    if parallel_state.is_initialized():  # by what bisect compared a server with
+        parallel_state.destroy_model_parallel()
     example.initialize()
     torch.manual_seed(0)
     return [example.Trainer(mp.MismatchConfig()) for _ in range(2)]
