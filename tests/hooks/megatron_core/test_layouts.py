@@ -256,7 +256,7 @@ def assert_reports(reports: list[dict[str, float]], metrics: dict[str, float], r
 def test_every_layout_gives_the_same(layout: Layout) -> None:
     """float64 to 1e-7, for megatron divides by the token count in float32; float32 to 1e-5, less fine quantiles."""
     ranks, single = outcomes(layout.world)[layout.name], "dtype" in layout.settings
-    tolerance = 1e-5 if single else 1e-7
+    tolerance = 1e-5 if single else 1e-6 if "experts" in layout.settings else 1e-7  # routers compute in float32
     for number, name in enumerate(rows_of(layout)):
         expected, got = reference(model_of(layout))[name], [rank[number] for rank in ranks]
         assert not any(rank.error for rank in got), (name, [rank.error for rank in got])
