@@ -77,9 +77,9 @@ def _sums_together(columns: list[Column], offsets: Tensor) -> dict[str, Tensor]:
     if len(columns) == 1:  # of so many tokens that a table would only cost memory
         name, values, squares = columns[0]
         wide = values.double()
-        sums = {name: torch.segment_reduce(wide, "sum", offsets=offsets, unsafe=True)}
+        sums = {name: segment_sum(wide, offsets)}
         if squares is not None:
-            sums[squares] = torch.segment_reduce(wide.square(), "sum", offsets=offsets, unsafe=True)
+            sums[squares] = segment_sum(wide.square(), offsets)
         return sums
     columns = sorted(columns, key=lambda column: column.squares is None)
     names: list[str] = []
@@ -94,7 +94,7 @@ def _sums_together(columns: list[Column], offsets: Tensor) -> dict[str, Tensor]:
     count, tokens = table.shape
     begins = torch.arange(0, count * tokens, tokens, device=offsets.device) if tokens else offsets.new_zeros(count)
     every = (begins.unsqueeze(1) + offsets).flatten()  # between two rows an empty sequence
-    sums = torch.segment_reduce(table.flatten(), "sum", offsets=every, unsafe=True)
+    sums = segment_sum(table.flatten(), every)
     return dict(zip(names, sums.as_strided((count, len(offsets) - 1), (len(offsets), 1)).unbind(), strict=True))
 
 

@@ -250,7 +250,8 @@ def _base(batch: Batch) -> Outcome:
         return [too_few(few, "log_base")], batch
     log_ratio = np.log(tokens.rollout / tokens.training)
     cuts = [len(size) // 3, 2 * len(size) // 3]
-    parts = [log_ratio[part] for part in np.split(np.argpartition(size, cuts), cuts)]
+    places = np.split(np.argpartition(size, cuts), cuts)
+    parts = [log_ratio[part] for part in places]
     thirds = np.array([median(part) for part in parts])
     spreads = np.array([median(np.abs(part - third)) for part, third in zip(parts, thirds, strict=True)])
     if spreads[2] > BASE_SPREAD:
@@ -274,7 +275,7 @@ def _base(batch: Batch) -> Outcome:
         told = {"factor": math.exp(thirds[1]), "base": base}
         finding = batch.finding("log_base", side, evidence, fix, batch.samples, statistics=told)
         return [finding], batch.with_values({one.index: {FIELD[side]: one.values(side) * factor} for one in batch})
-    factor, likely = math.exp(-thirds[1]), math.sqrt(median(np.split(size[np.argpartition(size, cuts)], cuts)[0]))
+    factor, likely = math.exp(-thirds[1]), math.sqrt(median(size[places[0]]))
     one_factor = (np.abs(thirds - thirds[1]) <= allowed).all() and (spreads <= FACTOR_SPREAD).all()
     # Of unlikely tokens alone a temperature is nearly one factor, too.
     if not one_factor or abs(thirds[1]) < MIN_FACTOR or likely > FACTOR_LIKELY:
