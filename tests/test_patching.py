@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import compileall
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typer.testing import CliRunner
 from mismatch_plugin import patching
 from mismatch_plugin.hooks.hosts import HOSTS
 from mismatch_plugin.patching import Patch, PatchError, State, apply, manifest, patches_of, revert, state_of
+from tests.host_source import host_source
 
 
 @pytest.mark.parametrize("patch", manifest(), ids=lambda patch: f"{patch.host} {patch.file}")
@@ -111,11 +111,8 @@ def test_the_command(tree: Path) -> None:
 
 def checkout(patches: list[Patch], folder: Path) -> Path:
     """The touched files as they are at the tested commit."""
-    root = os.environ.get("MISMATCH_HOST_SRC")
     for patch in patches:
-        source = Path(root or "", HOSTS[patch.host].title, patch.file)
-        if root is None or not source.is_file():
-            pytest.skip("NOT RUN (host source absent)")
+        source = host_source(HOSTS[patch.host].title, patch.file)
         (folder / patch.file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, folder / patch.file)
     return folder

@@ -24,7 +24,7 @@ from torch import Tensor
 import mismatch_plugin as mp
 from tests.fixtures import method_peers, rejection_peers
 from tests.hooks.contracts import nemo_rl
-from tests.hooks.contracts.slime_source import host_root
+from tests.host_source import host_source
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 
@@ -137,7 +137,7 @@ NEMO: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # NeMo-RL's settings
 def test_gspo_cispo_and_reinforce_are_nemo_rl_s(name: str) -> None:
     host, ours = NEMO[name]
     host = {"reference_policy_kl_penalty": 0.0, "ratio_clip_min": 0.04, "ratio_clip_max": 0.06, **host}
-    oracle = nemo_rl.own_loss(host_root("NeMo-RL"), host)
+    oracle = nemo_rl.own_loss(host_source("NeMo-RL"), host)
     clips = {} if name == "reinforce" else {"eps_clip_low": 0.04, "eps_clip_high": 0.06}
     ours = {"aggregation": "seq-mean-token-mean", **ours, "ppo": clips | ours.get("ppo", {})}
     for seed in range(4):

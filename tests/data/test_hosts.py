@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mismatch_plugin.data.read import read
+from tests.host_source import host_source
 
 COMMON = """
 import sys, types
@@ -89,10 +90,7 @@ for dp, chosen in enumerate(([3, 0], [1, 2])):
 
 
 def write_in_host(host: str, code: str, folder: Path, *more: str) -> None:
-    source = os.environ.get("MISMATCH_HOST_SRC")
-    root = Path(source or ".") / host
-    if not source or not root.is_dir():
-        pytest.skip("NOT RUN (host source absent)")
+    root = host_source(host)
     done = subprocess.run(
         [sys.executable, "-c", COMMON + code, str(folder), *more],
         env={**os.environ, "PYTHONPATH": str(root)},

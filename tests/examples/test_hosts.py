@@ -27,6 +27,7 @@ from mismatch_plugin.launch.__main__ import prepare
 from mismatch_plugin.report.log import write_step
 from tests.hooks.contracts.launch_parsers import host_parser, read_custom_config
 from tests.hooks.contracts.launch_trees import ROOT, megatron_tree, ray_tree, run
+from tests.host_source import host_source
 
 EXAMPLES = ROOT / "examples"
 HOST_EXAMPLES = sorted(
@@ -34,14 +35,6 @@ HOST_EXAMPLES = sorted(
 )
 TOKEN_IS = ("algorithm 2: decoupled PPO", "weights: token level, truncate, at most 2", "rejection: none")
 SLIME = EXAMPLES / "slime"
-
-
-def source(*parts: str) -> Path:
-    root = os.environ.get("MISMATCH_HOST_SRC")
-    path = Path(root or "", *parts)
-    if root is None or not path.exists():
-        pytest.skip("NOT RUN (host source absent)")
-    return path
 
 
 def folder(path: Path) -> Path:
@@ -134,7 +127,7 @@ def test_slime_without_the_launcher(tmp_path: Path) -> None:
 def test_slime_s_script_with_the_diff(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Applied to slime's script: all words of its arrays go through the launcher and slime's own parser."""
     script = folder(tmp_path / "scripts") / "run-qwen3-4B.sh"
-    shutil.copy(source("slime", "scripts", script.name), script)
+    shutil.copy(host_source("slime", "scripts", script.name), script)
     subprocess.run(["git", "apply", str(SLIME / name)], cwd=tmp_path, check=True)
     text = script.read_text()
     names = re.findall(r"^   \$\{(\w+_ARGS)\[@\]\}", text, re.M)
@@ -179,11 +172,11 @@ def test_megatron_lm(tmp_path: Path) -> None:
 
 
 def test_what_scripts_of_miles_and_megatron_lm_rely_on_is_there() -> None:
-    text = source("miles", "scripts", "run_qwen3_4b.py").read_text()
+    text = host_source("miles", "scripts", "run_qwen3_4b.py").read_text()
     assert 'extra_args: str = ""' in text and 'f"{args.extra_args} "' in text
-    text = source("Megatron-LM", "examples", "rl", "model_configs", "qwen3_4b.sh").read_text()
+    text = host_source("Megatron-LM", "examples", "rl", "model_configs", "qwen3_4b.sh").read_text()
     assert all(name in text for name in ("MODEL_OPTIONS", "ENV_DEPENDENT", "$CHECKPOINT", "$ENV_CONFIG"))
-    assert source("Megatron-LM", "examples", "rl", "environment_configs", "dapo.yaml").is_file()
+    assert host_source("Megatron-LM", "examples", "rl", "environment_configs", "dapo.yaml").is_file()
 
 
 def test_verl(tmp_path: Path) -> None:
@@ -199,7 +192,7 @@ def test_verl_s_script_with_the_diff(tmp_path: Path) -> None:
     """grpo_megatron_sglang.sh applies run_qwen3_8b_megatron.diff once, and verl's script starts the launcher."""
     name = Path("examples", "grpo_trainer", "run_qwen3_8b_megatron.sh")
     tree = folder(tmp_path / "verl" / name.parent).parents[1]
-    shutil.copy(source("verl", *name.parts), tree / name)
+    shutil.copy(host_source("verl", *name.parts), tree / name)
     subprocess.run(["git", "init", "--quiet"], cwd=tree, check=True)
     script, given = EXAMPLES / "verl" / "grpo_megatron_sglang.sh", {"VERL": str(tree), "HOME": "/none"}
     for _ in range(2):

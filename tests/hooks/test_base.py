@@ -19,7 +19,7 @@ from mismatch_plugin.hooks.hosts import HOSTS, SLIME, VERL, find_host
 from mismatch_plugin.hooks.version import read_version, validate_megatron_version, version_line
 from mismatch_plugin.launch.__main__ import prepare
 from tests.hooks.contracts.launch_trees import ROOT, ray_tree
-from tests.hooks.contracts.slime_source import host_root
+from tests.host_source import host_source
 
 
 def test_a_function_is_wrapped_once_and_where_it_was_imported_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_the_launcher_s_block_says_it_and_no_host_is_imported(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", [name for name, host in HOSTS.items() if host.commit])
 def test_the_checkouts_that_the_tests_run_with_are_the_tested_ones(name: str) -> None:
-    found = read_version(HOSTS[name], host_root(HOSTS[name].title))
+    found = read_version(HOSTS[name], host_source(HOSTS[name].title))
     assert (found.version, found.commit) == (HOSTS[name].version, HOSTS[name].commit)
 
 

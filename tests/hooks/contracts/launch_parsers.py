@@ -16,7 +16,7 @@ from unittest.mock import MagicMock, patch
 import pytest
 import yaml
 
-from tests.hooks.contracts.slime_source import host_root
+from tests.host_source import host_source
 
 
 class _Missing:
@@ -40,7 +40,7 @@ class _Missing:
 
 def read_custom_config(host: str, args: Namespace) -> None:
     """What the host's own argument check does with --custom-config-path: that one statement of it, run by itself."""
-    tree = ast.parse((host_root(host) / host / "utils" / "arguments.py").read_text(encoding="utf-8"))
+    tree = ast.parse((host_source(host) / host / "utils" / "arguments.py").read_text(encoding="utf-8"))
     found = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "args.custom_config_path"]
     (statement,) = found
     names: dict[str, Any] = {"args": args, "yaml": yaml, "logger": logging.getLogger("host")}
@@ -50,7 +50,7 @@ def read_custom_config(host: str, args: Namespace) -> None:
 
 def host_parser(host: str, monkeypatch: pytest.MonkeyPatch) -> ArgumentParser:
     """The parser of slime or miles with all that it declares itself. Skips where the source is absent."""
-    path = host_root(host) / host / "utils" / "arguments.py"
+    path = host_source(host) / host / "utils" / "arguments.py"
     finder = _Missing(host, "sglang_router", "sglang")
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
     spec = importlib.util.spec_from_file_location(f"{host}_arguments", path)

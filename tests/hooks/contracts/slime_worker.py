@@ -29,7 +29,7 @@ from tests.hooks.contracts.slime_data import (
     schedule,
     step_samples,
 )
-from tests.hooks.contracts.slime_source import host_root
+from tests.host_source import host_source
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Runs:
         self._found: dict[str, dict[Any, Any]] = {}
 
     def case(self, layout: str, name: Any) -> Case:
-        root = "" if self.function is run_by_hand else str(host_root(self.host))
+        root = "" if self.function is run_by_hand else str(host_source(self.host))
         tp, cp, _ = self.layouts[layout]
         return Case(self.host, tp, cp, **self.cases[name], root=root)
 

@@ -29,7 +29,7 @@ from tests.hooks.contracts.megatron_rl_batches import (
     run_loss,
     whole_sequences,
 )
-from tests.hooks.contracts.slime_source import function, host_root
+from tests.host_source import function, host_source
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -74,7 +74,7 @@ def test_every_setting_equals_policy_loss(layout: str, algorithm: str, level: st
 @pytest.fixture(scope="module")
 def megatron_s_loss() -> Callable[..., tuple[Tensor, ...]]:
     names: dict[str, Any] = {"torch": torch}
-    module = ast.Module([function(host_root("Megatron-LM") / "megatron/rl/rl_utils.py", "calculate_grpo_loss")], [])
+    module = ast.Module([function(host_source("Megatron-LM") / "megatron/rl/rl_utils.py", "calculate_grpo_loss")], [])
     exec(compile(module, "rl_utils.py", "exec"), names)
     return names["calculate_grpo_loss"]
 

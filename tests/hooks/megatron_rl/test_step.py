@@ -23,7 +23,7 @@ from mismatch_plugin.parallel.groups import ParallelGroups
 from tests.distributed import launch as distributed
 from tests.hooks.contracts.launch_trees import ROOT, launch, megatron_tree, run
 from tests.hooks.contracts.megatron_rl_batches import make_config, one_bin, rows, run_loss
-from tests.hooks.contracts.slime_source import host_root
+from tests.host_source import host_source
 
 _ON = "--rl-inference-logprobs-is-correction"
 
@@ -126,7 +126,7 @@ print("READ " + json.dumps({"flags": flags, "algorithm": config.algorithm, "leve
 
 def test_megatron_s_own_parser_takes_our_flags() -> None:
     """The strict parser of the real tree, with our group added by the provider; its defaults are the recorded ones."""
-    environment = {**os.environ, "PYTHONPATH": f"{host_root('Megatron-LM')}:{ROOT}"}
+    environment = {**os.environ, "PYTHONPATH": f"{host_source('Megatron-LM')}:{ROOT}"}
     line = f"{_ON} --use-rollout-log-probs --use-tis --tis-level sequence --rs-criterion sequence_max:k2:0.5"
     command = [sys.executable, "-W", "ignore", "-c", _READ, *line.split()]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

@@ -19,7 +19,7 @@ from mismatch_plugin.hooks.nemo_rl import MismatchLoss, describe, settings, with
 from mismatch_plugin.hooks.nemo_rl.adapter import setup_with_loss
 from mismatch_plugin.report.log import read_steps
 from tests.hooks.contracts import nemo_rl as contract
-from tests.hooks.contracts.slime_source import host_root
+from tests.host_source import host_source
 
 NO_KL: dict[str, Any] = {"reference_policy_kl_penalty": 0.0}
 # Prompt, response, padding; a tool's output inside the first row; the third row is no valid sample.
@@ -297,7 +297,7 @@ def test_equals_nemo_rls_own_loss(name: str, token_level: bool, monkeypatch: pyt
     """NeMo-RL's GSPO has its gradient through the mean, ours through each token: the same for constant advantages."""
     if ("cispo" in name and not token_level) or ("gspo" in name and token_level):
         return
-    source, host = host_root("NeMo-RL"), {**NO_KL, **OWN_LOSSES[name], "token_level_loss": token_level}
+    source, host = host_source("NeMo-RL"), {**NO_KL, **OWN_LOSSES[name], "token_level_loss": token_level}
     # Its own weights are bounded by nothing where the correction has no type.
     bare = host.get("use_importance_sampling_correction") and f"{_TIS}_type" not in host
     interfaces = contract.interfaces(source)

@@ -15,7 +15,7 @@ import torch
 import mismatch_plugin as mp
 from mismatch_plugin.hooks.nemo_rl import settings, with_mismatch_loss
 from tests.hooks.contracts import nemo_rl as contract
-from tests.hooks.contracts.slime_source import host_root
+from tests.host_source import host_source
 
 RS = {"criteria": ["sequence_mean:k3:0.05"]}
 PROMPTS = torch.tensor([[5, 5], [5, 6], [5, 5], [5, 5], [5, 6], [5, 6]])
@@ -26,7 +26,7 @@ FAR = (2, 5)  # rejected: one of the first prompt, one of the second
 @pytest.fixture
 def grpo(monkeypatch: pytest.MonkeyPatch) -> Any:
     """NeMo-RL's modules with what is wrapped and called; a second module has imported both by name."""
-    estimator, baseline = contract.own_grpo(host_root("NeMo-RL"))
+    estimator, baseline = contract.own_grpo(host_source("NeMo-RL"))
     module, sync, utilities = (ModuleType(f"nemo_rl.algorithms.{name}") for name in ("grpo", "grpo_sync", "utils"))
     settings_of = SimpleNamespace(normalize_rewards=True, use_leave_one_out_baseline=True)
     vars(module).update(
@@ -83,7 +83,7 @@ def test_baselines_are_those_of_the_accepted(grpo: Any, leave_one_out: bool, sca
     start({"rs": {**RS, "group": "exclude"}})
     found, logged = advantages(grpo, train_data())
     kept = [i for i in range(6) if i not in FAR]
-    own = contract.own_grpo(host_root("NeMo-RL"))[0](grpo.settings, None)
+    own = contract.own_grpo(host_source("NeMo-RL"))[0](grpo.settings, None)
     alone = own.compute_advantage(PROMPTS[kept], REWARDS[kept], torch.ones(4, 4))
     torch.testing.assert_close(found[kept], alone, rtol=1e-12, atol=1e-12)
     assert not found[list(FAR)].any()
@@ -142,7 +142,7 @@ def compare(baseline_of: Any, leave_one_out: bool, scaled: bool) -> None:
 @pytest.mark.parametrize(("leave_one_out", "scaled"), [(False, True), (False, False), (True, False)])
 def test_nemo_rls_valid_mask_is_group_advantages(leave_one_out: bool, scaled: bool) -> None:
     """On random groups. A difference: leave-one-out and scaled, NeMo-RL divides by the deviation of the others."""
-    baseline_of = contract.own_grpo(host_root("NeMo-RL"))[1]
+    baseline_of = contract.own_grpo(host_source("NeMo-RL"))[1]
     torch.set_default_dtype(torch.float64)  # that of its masks
     try:
         compare(baseline_of, leave_one_out, scaled)

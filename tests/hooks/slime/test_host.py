@@ -35,8 +35,8 @@ from tests.hooks.contracts.slime_cases import (
 from tests.hooks.contracts.slime_compare import HOST_LAYOUTS, same, they_bite
 from tests.hooks.contracts.slime_data import ACCEPTED_MEAN, arguments, owned, samples
 from tests.hooks.contracts.slime_live import run_host
-from tests.hooks.contracts.slime_source import host_root
 from tests.hooks.contracts.slime_worker import Case, Runs
+from tests.host_source import host_source
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 
@@ -116,7 +116,7 @@ def test_slime_s_own_loss_means_the_same(host: str, layout: str, name: str):
 
 
 def test_the_shipped_mis_yaml_is_the_recorded_one() -> None:
-    file = host_root("slime") / "examples" / "train_infer_mismatch_helper" / "mis.yaml"
+    file = host_source("slime") / "examples" / "train_infer_mismatch_helper" / "mis.yaml"
     assert yaml.safe_load(file.read_text()) == SHIPPED
 
 

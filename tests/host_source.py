@@ -8,16 +8,14 @@ from pathlib import Path
 
 import pytest
 
-VARIABLE = "MISMATCH_HOST_SRC"
 
-
-def host_root(host: str) -> Path:
-    """The checkout of a host, or a skip that says that there is none."""
-    folder = os.environ.get(VARIABLE)
-    root = Path(folder or ".") / host
-    if not folder or not root.is_dir():
+def host_source(host: str, *parts: str) -> Path:
+    """The checkout of a host, or a file or folder in it; a skip that says so where it is not there."""
+    folder = os.environ.get("MISMATCH_HOST_SRC")
+    path = Path(folder or ".", host, *parts)
+    if not folder or not path.exists():
         pytest.skip("NOT RUN (host source absent)")
-    return root
+    return path
 
 
 def function(path: Path, name: str) -> ast.FunctionDef:
