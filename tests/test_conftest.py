@@ -8,14 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import LONGEST, TESTS, how_to_run, not_run
+from tests.conftest import LONGEST, TESTS, how_to_run
 from tests.full import FULL, a_few, pairwise
-
-
-def test_the_line_counts_causes():
-    line = not_run(["NOT RUN (host source absent)"] * 3 + ["CUDA graphs need a GPU"])
-    assert line.startswith("not run: 4 (3: set MISMATCH_HOST_SRC ") and "; 1: on a machine" in line
-    assert not_run([]) == "not run: none"
 
 
 def test_every_reason_has_its_way():

@@ -19,7 +19,7 @@ from examples.benchmarks import bench
 from examples.benchmarks.correction_contenders import SETTINGS, Batch, packed
 from examples.benchmarks.counting import count
 from examples.benchmarks.log_prob_contenders import OURS, from_logits
-from examples.benchmarks.measuring import Contender, extra_bytes, in_processes, measure, take_turns
+from examples.benchmarks.measuring import Contender, in_processes, measure
 from tests.full import full_only
 
 CPU = torch.device("cpu")
@@ -105,14 +105,7 @@ def test_the_counter_sees_syncs_bytes_and_the_peak() -> None:
     assert count(peaking).peak == 12000 + 4
 
 
-def test_contenders_take_turns_and_prepare_outside_and_ratios_are_to_the_reference(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls: list[str] = []
-    runs = {name: (lambda name=name: calls.append(name), lambda: calls.append("prepare")) for name in "ab"}
-    take_turns(runs, CPU, repeats=2, calls=1)
-    assert [call for call in calls if call != "prepare"] == ["a", "b"] * 3  # the first round says how often to call
-    assert calls[::2] == ["prepare"] * 6
+def test_times_are_medians_and_ratios_are_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"a": [1.0, 2.0, 4.0], "b": [3.0, 4.0, 4.0], "c": [1.5, 8.0, 1.0]}
     monkeypatch.setattr("examples.benchmarks.measuring.take_turns", lambda *_: times)
     contenders = [Contender(name, lambda: lambda: None, over="b" if name == "c" else None) for name in "abc"]
@@ -120,13 +113,6 @@ def test_contenders_take_turns_and_prepare_outside_and_ratios_are_to_the_referen
     assert (a["ms"], b["ms"], c["ms"]) == (2.0, 4.0, 1.5)
     assert (a["ratio"], b["ratio"], b["lowest"], b["highest"]) == (1.0, 2.0, 1.0, 3.0)
     assert (c["ratio"], c["lowest"], c["highest"]) == (0.5, 0.25, 2.0)
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux can start the peak anew")
-def test_extra_memory_is_that_of_the_call() -> None:
-    size = 64 * 2**20
-    torch.ones(4 * size, dtype=torch.uint8)  # an older and larger peak
-    assert 0.9 * size < extra_bytes(lambda: torch.ones(size, dtype=torch.uint8), CPU) < 1.5 * size
 
 
 def test_a_part_that_fails_leaves_the_others_and_json_and_markdown_say_the_same(

@@ -56,7 +56,6 @@ OWNER = """
 import sys, time
 from examples.sglang_server import start_cpu_server
 with start_cpu_server(sys.argv[1], python=sys.argv[2]):
-    print('serves', flush=True)
     time.sleep(600)
 """
 DEADLINE_S = 60
@@ -153,13 +152,9 @@ def test_a_port_taken_meanwhile_is_changed_but_not_one_that_was_asked_for(start:
     assert tried(tmp_path) == [f"{ports[0]} float32"]
 
 
-@pytest.mark.parametrize("does", ["serve", "hang"])  # killed while it serves, and while it starts
-def test_it_ends_when_its_owner_is_killed(does: str, stand_in: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"does": does}))
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, tmp_path, stand_in], stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
-    if does == "serve":
-        assert owner.stdout.readline() == "serves\n"
+def test_it_ends_when_its_owner_is_killed_while_it_starts(stand_in: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"does": "hang"}))
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, tmp_path, stand_in])
     file, deadline = tmp_path / "group", time.monotonic() + DEADLINE_S
     while not (file.is_file() and file.read_text()) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -168,15 +163,3 @@ def test_it_ends_when_its_owner_is_killed(does: str, stand_in: Path, tmp_path: P
     owner.send_signal(signal.SIGKILL)
     owner.communicate()
     assert gone(group)
-
-
-def test_what_is_missing_is_said_before_anything_starts(
-    start: Start, stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MISMATCH_SGLANG_PYTHON", str(tmp_path / "absent" / "python"))
-    says = r"absent/python: make one with ci/sglang_cpu\.sh"
-    with pytest.raises(FileNotFoundError, match=says), start("serve", python=None):
-        pass
-    empty = tmp_path / "empty"
-    with pytest.raises(FileNotFoundError, match=r"holds no config\.json"), start_cpu_server(empty, python=stand_in):
-        pass
