@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
+from pkgutil import resolve_name
 from types import NoneType
 from typing import Any
 
@@ -75,8 +76,7 @@ def data_source(host: str, args: Any) -> Any:
     """
     watch_samples(host)
     path = getattr(args, OWN_SOURCE, None) or f"{host}.rollout.data_source.RolloutDataSourceWithBuffer"
-    module, _, name = path.rpartition(".")
-    return getattr(import_module(module), name)(args)
+    return resolve_name(path)(args)
 
 
 def wrap_data_source(host: str, args: Any) -> None:

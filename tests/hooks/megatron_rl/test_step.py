@@ -287,5 +287,3 @@ def test_the_drop_in_functions_work_together(written: dict[str, float], monkeypa
     half = {"old_logprobs": data["old"].bfloat16(), "ref_logprobs": data["ref"]}
     with pytest.warns(mp.MismatchWarning, match="^log-probs are .*half precision"):
         megatron_rl.calculate_grpo_loss(log_probs, **half, **given, **host)
-    with pytest.raises(ValueError, match=r"shapes \(1, 17\), \(1, 16\) and \(1, 17\)"):
-        megatron_rl.calculate_grpo_loss(log_probs, data["old"][:, 1:], data["ref"], **given, **host)
