@@ -171,25 +171,13 @@ def test_a_mis_yaml_runs_under_the_launcher(host: str, tmp_path: Path) -> None:
         assert len([line for line in lines if "tis.lower_bound 0.5 bounds no weight" in line]) == 1
 
 
-def test_without_the_launcher_the_settings_ride_in_the_host_s_yaml(tmp_path: Path) -> None:
-    """The path arguments, and --custom-config-path with our settings: the host puts every key on its arguments."""
-    text = "use_tis: true\ntis_level: sequence\nrs_criterion: ['token:k2:0.5']\nmismatch_metrics: off\n"
-    hook = "--custom-tis-function-path mismatch_plugin.hooks.slime.tis_function"
-    done = run(ray_tree(tmp_path / "tree", "slime"), f"{hook} {_yaml(tmp_path, text)}")
-    config = ADAPTERS["slime"].check(args_of(done))
-    assert config and (config.algorithm, config.tis.level, config.metrics) == (2, "sequence", "off")
-    assert [criterion.name for criterion in config.criteria] == ["token_k2"]
-
-
 # A user's mistakes ----------------------------------------------------------------------------------------------------
 
 IN_YAML = [
     ("tis_levle: token\n", "--use-tis", "setting 'tis_levle' is unknown: did you mean tis_level"),
-    ("mismatch_colour: red\n", "", "setting 'mismatch_colour' is unknown"),
     ("loss_type: policy_loss\n", BOTH, "--loss-type policy_loss contradicts algorithm 3"),
     ("tis_mode: clip\n", "--use-tis --tis-level token", "are in --custom-config-path .* and on the command line"),
     ("- 1\n", "--use-tis", "holds a list, not a mapping"),
-    ("tis_upper_bound: lots\n", "--use-tis", "tis_upper_bound"),
     ("tis_mode: [\n", "--use-tis", r"--custom-config-path .*mis\.yaml is not valid YAML: "),
 ]
 ON_THE_LINE = [
