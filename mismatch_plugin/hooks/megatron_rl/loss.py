@@ -57,9 +57,9 @@ def bin_lengths(starts: Sequence[int], lengths: Sequence[int], width: int) -> tu
     given, sizes = [int(start) for start in starts], [int(length) for length in lengths]
     if not sizes:
         return (width,)
-    ends = [start + max(size, 1) for start, size in zip(given, sizes, strict=False)]
+    ends = [start + size for start, size in zip(given, sizes, strict=False)]
     limits = [*given[1:], width + 1]
-    fits = len(given) - len(sizes) in (0, 1) and given[0] == 0 and given[-1] <= width + 1
+    fits = len(given) - len(sizes) in (0, 1) and given[0] == 0 and given[-1] <= width + 1 and min(sizes) >= 0
     if not fits or any(end > limit for end, limit in zip(ends, limits, strict=False)):
         raise ValueError(
             f"seq_starts {given} and seq_lengths {sizes} do not fill a bin of {width + 1} tokens: pass one of each a "

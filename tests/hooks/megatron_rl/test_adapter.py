@@ -118,6 +118,8 @@ def test_megatron_s_own_loss_where_semantics_agree(layout: str, bound: float | N
         ([], [], 5, (5,)),
         ([0, 5, 9], [5, 4], 8, (5, 3)),  # with the start of its padding, at its end
         ([0, 5], [5, 8], 12, (5, 7)),
+        ([0, 0], [0, 5], 12, (0, 12)),
+        ([0, 5], [5, -5], 12, None),
         ([0, 4], [9, 2], 12, None),  # into the next
         ([0, 5], [5, 9], 12, None),  # past the bin
         ([3, 1], [1, 1], 12, None),
