@@ -59,7 +59,6 @@ class MegatronStep:
     _begun: tuple[Any, ParallelGroups, int] | None = None
     _seen: list[object] = field(default_factory=list)
     _told_scope: bool = False
-    _asked: bool = False  # whether the report folder is this run's
 
     def prepare(
         self, config: MismatchConfig, groups: ParallelGroups, rollout: StepKind, data: Sequence[PackedSequences]
@@ -103,12 +102,10 @@ class MegatronStep:
         hold at the step's end.
         Collectives, if `compare`: those of `ParallelGroups.agree` for that; one broadcast over a pipeline where batch
         normalisation meets other sources of gradient. Raises ValueError, then the same on every rank, where
-        configurations differ; before the first step, on the rank that writes, where the report folder is another run's.
+        configurations differ; on the rank that writes, where the report folder is another run's.
         """
-        if config.report_dir is not None and not self._asked and groups.is_last_stage and self.is_first(groups):
-            if self.writes(args):
-                validate_same_settings(config.report_dir, config, holds=True)
-            self._asked = True
+        if config.report_dir is not None and groups.is_last_stage and self.is_first(groups) and self.writes(args):
+            validate_same_settings(config.report_dir, config, holds=True)
         step = self._prepared[step_id] if self._prepared else Step(config, groups)
         step.agreed = self.steps_per_rollout > 0
         if not step.agreed and compare:

@@ -38,16 +38,12 @@ def version_line(host: Host, folders: Sequence[Path] = ()) -> str:
 
     folders: looked at before what is installed, as sys.path will have them.
     """
-    tested = HostVersion(host.version, host.commit)
-    root = _holder(host.inside, folders)
+    tested, root = HostVersion(host.version, host.commit), _holder(host.inside, folders)
     if root is None:
         return f"! host: {host.name} is not found here; the plugin was tested with {tested}"
     found = read_version(host, root)
-    if found.commit is None or tested.commit is None:
-        same = found.version == tested.version
-    else:
-        same = found.commit == tested.commit
-    if same:
+    by_commit = found.commit is not None and tested.commit is not None
+    if found.commit == tested.commit if by_commit else found.version == tested.version:
         return f"host: {host.name} {found}, the tested version"
     return (
         f"! host: {host.name} {found} is not the tested version, {tested}. Use that one, or look at the loss and the "

@@ -92,8 +92,6 @@ class MegatronLoss:
             validate_fused_head(model_config, self.mtp_layers, self.backend)
         _refuse(config, self.per_token, self.extra_losses)
         tp_size = 1 if groups.tp is None else groups.tp.size()
-        if tp_size > 1 and getattr(model_config, "num_moe_experts", None) and not model_config.sequence_parallel:
-            raise ValueError("experts under tensor parallelism need sequence_parallel: switch it on in the model.")
         # The router multiplies by the tokens of one rank, whose losses are summed over CP and, split, over TP.
         self._fed_share = (1.0 / tp_size if self.extra_losses != ["MTP"] else 1.0) if groups.cp_rank == 0 else 0.0
         if config.report_dir is not None and self.writes:

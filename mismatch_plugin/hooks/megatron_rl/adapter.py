@@ -181,11 +181,6 @@ def calculate_grpo_loss(
     config, _ = _current_settings()
     if loss_mask is None:
         config = RUN.step.config = without_mask(config)
-    if not current_logprobs.shape == old_logprobs.shape == ref_logprobs.shape:
-        raise ValueError(
-            f"current, old and reference log-probs have shapes {tuple(current_logprobs.shape)}, "
-            f"{tuple(old_logprobs.shape)} and {tuple(ref_logprobs.shape)}: they must be those of the same tokens."
-        )
     if old_logprobs.dtype in HALF and sums_tokens(config) and not RUN.warned:
         RUN.warned = True
         warnings.warn(f"log-probs are {HALF_PRECISION}.", MismatchWarning, stacklevel=2)

@@ -52,26 +52,20 @@ def bin_lengths(starts: Sequence[int], lengths: Sequence[int], width: int) -> tu
 
     A sequence of n tokens from `start` has its log-probs in [start, start + n − 1); what follows is masked padding.
     starts: one a sequence, and Megatron's own start of the padding behind the last one, which may be left out.
-    Raises: ValueError where the starts do not ascend from 0, a sequence reaches into the next or past the bin, or they
-    are not as many as lengths.
+    Raises: ValueError where sequences do not lie one behind the other from 0 inside the bin.
     """
     given, sizes = [int(start) for start in starts], [int(length) for length in lengths]
-    if len(given) - len(sizes) not in (0, 1) or min(sizes, default=0) < 0:
-        raise ValueError(f"seq_starts {given} and seq_lengths {sizes}: pass one of each a sequence, lengths from 0.")
-    if len(given) > len(sizes) and sizes and not given[-2] + sizes[-1] <= given[-1] <= width + 1:
-        raise ValueError(
-            f"the padding of a bin of {width + 1} tokens starts at {given[-1]}, and its last sequence ends at "
-            f"{given[-2] + sizes[-1]}."
-        )
-    edges = [*given[: len(sizes)], width]
     if not sizes:
         return (width,)
-    for index, length in enumerate(sizes):
-        if edges[index] + length - 1 > max(edges[index + 1], edges[index]):
-            raise ValueError(f"sequence {index} of the bin has {length} tokens from {edges[index]}, past its end.")
-    if edges[0] != 0 or edges != sorted(edges):
-        raise ValueError(f"seq_starts {edges[:-1]} of a bin of {width} log-probs must ascend from 0.")
-    return tuple(after - before for before, after in pairwise(edges))
+    ends = [start + size for start, size in zip(given, sizes, strict=False)]
+    limits = [*given[1:], width + 1]
+    fits = len(given) - len(sizes) in (0, 1) and given[0] == 0 and given[-1] <= width + 1 and min(sizes) >= 0
+    if not fits or any(end > limit for end, limit in zip(ends, limits, strict=False)):
+        raise ValueError(
+            f"seq_starts {given} and seq_lengths {sizes} do not fill a bin of {width + 1} tokens: pass one of each a "
+            f"sequence, one behind the other from 0."
+        )
+    return tuple(after - before for before, after in pairwise([*given[: len(sizes)], width]))
 
 
 def pack(

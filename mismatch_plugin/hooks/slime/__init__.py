@@ -30,7 +30,6 @@ from mismatch_plugin.core.correction import correct
 from mismatch_plugin.hooks.slime import samples
 from mismatch_plugin.hooks.slime.adapter import RayAdapter
 from mismatch_plugin.hooks.slime.batch import pack_local
-from mismatch_plugin.hooks.slime.config import validate_groups
 from mismatch_plugin.hooks.slime.samples import keep_served as keep_served
 from mismatch_plugin.hooks.slime.versions import Versions
 from mismatch_plugin.parallel.groups import ParallelGroups
@@ -72,7 +71,6 @@ class SlimeAdapter(RayAdapter):
         Collectives, host syncs, errors: those of `rollout_advantages`.
         """
         config = self.config(args)
-        validate_groups(args, config, self.name)
         found, metrics = rollout_advantages(args, rollout_data, config, self.groups, self.versions)
         self.run.rollout_metrics.update(metrics)
         shapes = rollout_data["kl"]
@@ -104,10 +102,6 @@ def rollout_advantages(
         raise ValueError(
             f"the rollout has {len(raw)} samples, not --rollout-batch-size {args.rollout_batch_size} groups of "
             f"--n-samples-per-prompt {size}, so that slime itself cannot tell groups apart: leave --rs-group out."
-        )
-    if not data.get("log_probs"):
-        raise ValueError(
-            "slime skipped the pass for old log-probs, which --rs-group needs: add --get-mismatch-metrics."
         )
     failure: ValueError | None = None
     compared = {"old_log_probs": data["log_probs"], "rollout_log_probs": data.get("rollout_log_probs")}

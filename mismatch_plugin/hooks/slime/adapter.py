@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from importlib import import_module
 from itertools import islice
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -29,14 +30,14 @@ from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.segments import bounded_exp
 from mismatch_plugin.hooks.hosts import HOSTS
 from mismatch_plugin.hooks.megatron_step import MegatronStep, logger
-from mismatch_plugin.hooks.slime.batch import pack_local, without_rejected
+from mismatch_plugin.hooks.slime.batch import pack_local
 from mismatch_plugin.hooks.slime.config import (
+    POLICY_LOSSES,
     REDUCER,
     check_arguments,
     describe_settings,
     read_settings,
     set_hook,
-    validate_loss,
 )
 from mismatch_plugin.hooks.slime.updates import WeightUpdates
 from mismatch_plugin.hooks.slime.versions import Versions
@@ -62,8 +63,7 @@ class RayAdapter(ABC):
         hooks = set_hook(self.name, "before_train_step", "rollout_data_postprocess")
         self.run = MegatronStep(self._log_step, writes=self.writes, whole_steps=hooks)
         self.versions, self.updates = Versions(self.name), WeightUpdates(self.name, self.run.rollout_metrics)
-        self._args: Namespace | None = None
-        self._configs: dict[bool | None, MismatchConfig] = {}
+        self._read: tuple[Namespace, MismatchConfig] | None = None
 
     @abstractmethod
     def find_groups(self) -> ParallelGroups: ...
@@ -90,26 +90,23 @@ class RayAdapter(ABC):
         """When a training process starts: refuse what cannot run, say on rank 0 what will, and wrap the host's training
         class where weight versions are needed, and its weight updaters."""
         config = self.check(args)
-        if config is not None and config.rs.max_staleness is not None:
+        if config is None:
+            return
+        if config.rs.max_staleness is not None:
             actor = import_module(f"{self.name}.backends.megatron_utils.actor")
             self.versions.watch(actor.MegatronTrainRayActor)
-        if config is not None:
-            self.updates.watch(args, config.verify_weights)
-        if config is not None and getattr(args, "rank", 0) == 0:
-            for line in self.describe(config, args):
-                logger.info(line)
+        self.updates.watch(args, config.verify_weights)
+        for line in self.describe(config, args) if getattr(args, "rank", 0) == 0 else ():
+            logger.info(line)
 
-    def config(self, args: Namespace, *, whole: bool | None = None) -> MismatchConfig:
-        """`settings`, read once for these arguments; whole: checked by `validate_loss`, too, where not None."""
-        if args is not self._args:
-            self._args, self._configs = args, {}
-        if whole not in self._configs:
+    def config(self, args: Namespace) -> MismatchConfig:
+        """The checked settings, read once for these arguments, which are those of a policy loss."""
+        if self._read is None or self._read[0] is not args:
             with ignore_mismatch_warnings():
-                config = self.settings(args)
-            if whole is not None:
-                validate_loss(args, config, self.host, whole=whole)
-            self._configs[whole] = config
-        return self._configs[whole]
+                config = self.check(args)
+            assert config is not None
+            self._read = args, config
+        return self._read[1]
 
     def _log_step(self, args: Namespace, metrics: dict[str, float], number: int, first: bool) -> None:
         if first:
@@ -132,14 +129,11 @@ class RayAdapter(ABC):
 
         pg_loss: [T] of this rank's response tokens. Lists: one tensor a sample; log-probs of this rank's tokens, loss
         masks of the whole response. max_seq_lens: padded length of each sample in a padded batch (miles).
-        Returns the weighted loss (0 where rejected), masks, and metrics [T], the same names on every call. The masks
-        are as they came, since the host keeps the original denominator and applies changed masks to its entropy and KL
-        terms, too. Only a custom reducer of the policy loss, which may count the masks it is given, gets them without
-        what is rejected.
-        Collectives: those of `correct` over CP, and with a reducer that of `without_rejected`.
-        Raises ValueError as `config` and `correct`.
+        Returns the weighted loss (0 where rejected), the masks as they came, and metrics [T], the same names on every
+        call: the host keeps the original denominator, and would apply other masks to its entropy and KL terms, too.
+        Collectives: those of `correct` over CP. Raises ValueError as `config` and `correct`.
         """
-        config = self.config(args, whole=False)
+        config = self.config(args)
         if train_log_probs is None:
             raise ValueError(f"{self.name} passes no training log-probs: weights of algorithm 2 need them.")
         lengths = {"total_lengths": total_lengths, "response_lengths": response_lengths, "max_seq_lens": max_seq_lens}
@@ -147,8 +141,6 @@ class RayAdapter(ABC):
         packed = self._pack(args, {"loss_masks": loss_masks, **lengths}, config, compared)
         correction = correct(packed, config, self.groups, self.run.factor(config), thresholds=self.run.thresholds)
         loss = self.run.record(correction.applied_to(pg_loss), correction, config, loss_masks)
-        if config.rejects and getattr(args, REDUCER, None):
-            loss_masks = without_rejected(loss_masks, correction.keep, packed, self.groups)
         return loss, loss_masks, _token_metrics(correction, config)
 
     def policy_loss(
@@ -158,7 +150,6 @@ class RayAdapter(ABC):
 
         logits: [1, T, V/tp] float32. sum_of_sample_mean: the host's reduction of this rank's tokens.
         """
-        self.config(args, whole=True)
         log_probs, entropy = self.log_probs(args, batch, logits)
         loss, report = self.loss(args, batch, log_probs, entropy, sum_of_sample_mean)
         if sum(part.numel() for part in log_probs) == 0:
@@ -178,7 +169,7 @@ class RayAdapter(ABC):
         Entropy and KL run over the original masks. Metrics are named as the host's own policy loss names them.
         Collectives: those of `correct` over CP. Raises ValueError as `config` and `correct`.
         """
-        config = self.config(args, whole=True)
+        config = self.config(args)
         names = ("rollout_log_probs", "advantages", "ref_log_probs")
         fields = {name: batch.get(name) for name in names} | {"entropy": entropy}
         fields["old_log_probs"] = None if config.use_rollout_log_probs else batch.get("log_probs")
@@ -187,7 +178,11 @@ class RayAdapter(ABC):
             torch.cat(log_probs), packed, config, self.groups, self.run.factor(config), thresholds=self.run.thresholds
         )
         policy = self.run.record(token.policy, token.correction, config, batch["loss_masks"])
-        pg_loss = loss = self._policy_reducer(args, batch, token, reduce)(policy)
+        reduce_policy, path = reduce, getattr(args, REDUCER, None)
+        if path is not None:
+            shape = (batch["total_lengths"], batch["response_lengths"], batch["loss_masks"])
+            reduce_policy = resolve_name(path)(*shape, args.calculate_per_token_loss)
+        pg_loss = loss = reduce_policy(policy)
         report: dict[str, Tensor] = {}
         if clipped := dict(token.clip_columns()):
             either = clipped["clip_high"] | clipped["clip_low"]
@@ -213,21 +208,6 @@ class RayAdapter(ABC):
         packed = pack_local(args, batch, self.groups, config.unit.needs, **fields)
         return self.versions.on(packed, config, batch["loss_masks"])
 
-    def _policy_reducer(self, args: Namespace, batch: Mapping[str, Any], token: TokenLoss, reduce: Reduce) -> Reduce:
-        """`reduce`, or the reducer that the host's own argument names, which may count the masks it is given.
-
-        Collectives: with a reducer and rejection that of `without_rejected`.
-        """
-        path = getattr(args, REDUCER, None)
-        if path is None:
-            return reduce
-        masks = batch["loss_masks"]
-        if token.config.rejects:
-            masks = without_rejected(masks, token.correction.keep, token.packed, self.groups)
-        shape = (batch["total_lengths"], batch["response_lengths"])
-        module, _, name = path.rpartition(".")
-        return getattr(import_module(module), name)(*shape, masks, args.calculate_per_token_loss)
-
     def rollout_data_postprocess(self, args: Namespace, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
         """Before a rollout's steps, on every rank: checks the data, and knows mean weights that algorithm 2 divides by.
 
@@ -235,30 +215,26 @@ class RayAdapter(ABC):
         normalised over the step and known before it (algorithm 2), for each step those of `Step.prepare`.
         Raises ValueError, the same on every rank, where ranks differ, or rollout log-probs are needed and not there.
         """
-        config = self.check(args)
-        if config is None:
+        if args.loss_type not in POLICY_LOSSES:
             return
+        config = self.config(args)
         counts, batches = list(rollout_data["num_microbatches"]), list(rollout_data["micro_batch_indices"])
         steps: list[PackedSequences] = []
         failure, held, sequences = self.versions.failure, None, None
         if self.groups.is_last_stage:
             held = ("loss_mask", *(name for key, name in _HELD.items() if rollout_data.get(key)))
-            sequences = tuple(len(batch) for batch in batches)
+            sequences = tuple(map(len, batches))
             try:
                 if config.needs_rollout_log_probs and "rollout_log_probs" not in held:
                     raise ValueError(
-                        f"the rollout batch has no rollout_log_probs, and algorithm {config.algorithm} with these "
-                        f"settings needs them: let the rollout (or the custom generate function) return SGLang's "
-                        f"log-probs (return_logprob) for every sample, or leave the correction's flags out."
+                        f"the rollout batch has no rollout_log_probs, which algorithm {config.algorithm} with these "
+                        f"settings needs: let the rollout return SGLang's log-probs (return_logprob) for every sample."
                     )
                 left, known = iter(batches), config.normalizes_step and not config.use_rollout_log_probs
                 for count in counts if known else ():
                     samples = [sample for batch in islice(left, count) for sample in batch]
-                    chosen = {
-                        key: [values[i] for i in samples]
-                        for key in _PREPARED
-                        if (values := rollout_data.get(key)) is not None
-                    }
+                    lists = {key: rollout_data[key] for key in _PREPARED if rollout_data.get(key) is not None}
+                    chosen = {key: [rows[i] for i in samples] for key, rows in lists.items()}
                     fields = {mine: chosen.get(theirs) for theirs, mine in _COMPARED.items()}
                     steps.append(self._pack(args, chosen, config, fields))
             except ValueError as error:  # on all ranks together
@@ -273,7 +249,7 @@ class RayAdapter(ABC):
 
         Steps of another loss (a critic's) are left alone.
         """
-        if getattr(args, "loss_type", "policy_loss") not in ("policy_loss", "custom_loss"):
+        if args.loss_type not in POLICY_LOSSES:
             return
         from megatron.core.utils import get_model_config
 

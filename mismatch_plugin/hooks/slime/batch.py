@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -95,22 +94,3 @@ def pack_local(
             before, between = (0,) * rank, (0,) * (2 * (size - rank) - 2)
             fields["chunk_lengths"] = tuple((*before, b - a, *between, d - c, *before) for (a, b), (c, d) in ranges)
     return PackedSequences(loss_mask=mask != 0, lengths=lengths, **fields)
-
-
-def without_rejected(
-    loss_masks: Sequence[Tensor], keep_T: Tensor, packed: PackedSequences, groups: ParallelGroups
-) -> list[Tensor]:
-    """The loss masks with 0 where `keep_T` is 0, [response] a sample in its own dtype, whole on every rank.
-
-    keep_T: [T] of this rank's tokens, as `packed` holds them. No host sync.
-    Collectives: one SUM over CP of [Σ response], which every rank of the group enters; none where CP is one rank.
-    """
-    responses = [mask.numel() for mask in loss_masks]
-    whole = keep_T
-    if packed.positions is not None:
-        starts = [0, *accumulate(responses)]
-        parts = packed.positions.split(list(packed.lengths))
-        places = torch.cat([part + start for part, start in zip(parts, starts, strict=False)])
-        whole = groups.sum(keep_T.new_zeros(starts[-1]).index_copy_(0, places, keep_T))
-    kept = whole.split(responses)
-    return [torch.where(part > 0, mask, 0).to(mask.dtype) for part, mask in zip(kept, loss_masks, strict=True)]

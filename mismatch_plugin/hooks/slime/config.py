@@ -7,7 +7,7 @@ miles is a fork with the same arguments, so it reads them here too. Their own sw
 | `--advantage-estimator gspo`, `cispo` | that objective, ε from `--eps-clip`, `--eps-clip-high` | the host's own |
 | `--use-opsm` | a criterion that judges π_θ against π_rollout | the host's own: π_θ against its anchor |
 | `--use-unbiased-kl` | the KL times π_θ/anchor, with its gradient | the host's own |
-| `--custom-pg-loss-reducer-function-path` | called with the masks without what is rejected | as in our loss |
+| `--custom-pg-loss-reducer-function-path` | called with the original masks | as in our loss |
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import warnings
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mismatch_plugin.config import MismatchConfig, MismatchWarning
@@ -60,6 +60,7 @@ ARGUMENTS: dict[str, tuple[type, Any]] = {
     **dict.fromkeys((REDUCER, "custom_config_path", *HOOKS.values()), (str, None)),
 }
 """The host's arguments about the loss: type and default."""
+POLICY_LOSSES = ("policy_loss", "custom_loss")
 _LAUNCHER = "`python -m mismatch_plugin.launch`"
 _ESTIMATORS = ("grpo", "gspo", "cispo")
 """Those whose rewards slime centres within a group, and divides by its deviation."""
@@ -264,59 +265,38 @@ def validate_groups(args: Namespace, config: MismatchConfig, host: str) -> None:
         )
 
 
-def validate_loss(args: Namespace, config: MismatchConfig, host: Host, *, whole: bool, hooked: bool = True) -> None:
-    """Refuse what a loss cannot mean. whole: our whole loss; else our weights (hooked) in the host's loss.
-
-    Raises ValueError with what to change. It depends on the arguments alone, so every rank raises or none does.
-    """
-    validate_groups(args, config, host.name)
-    if not whole and (reason := why_our_loss(args, config, host, hooked=hooked)):
-        raise ValueError(
-            f"--loss-type policy_loss cannot run {reason}. Start through {_LAUNCHER}, or set --loss-type custom_loss "
-            f"--custom-loss-function-path {hook_path(host.name, 'policy_loss')}."
-        )
-    if whole and value(args, "use_unbiased_kl") and config.terms.kl_importance_weighted:
-        raise ValueError(
-            "--use-unbiased-kl and --mismatch-kl-importance-weighted both weigh the KL: leave one of them out."
-        )
-    other = value(args, HOOKS["tis_function"])
-    if whole and other is not None and not runs(args, host.name, "tis_function"):
-        raise ValueError(
-            f"--custom-tis-function-path {other} is another correction, which {host.name} does not call next to the "
-            f"plugin's loss: leave it out, or leave the plugin's flags out."
-        )
-
-
-def needs_steps(what: str, host: str) -> str:
-    """Why a setting about whole steps cannot be had without the step's hooks."""
-    return f"{what} a whole step, known only to its hook: {set_hook(host, 'before_train_step')}."
-
-
 def check_arguments(args: Namespace, host: Host) -> MismatchConfig | None:
     """The configuration once the whole argument list is consistent; None where neither of our losses will run.
 
-    Raises ValueError with one sentence that says what to change.
+    Raises ValueError with one sentence that says what to change. It depends on the arguments alone, so every rank
+    raises or none does.
     """
-    loss_type = value(args, "loss_type")
-    if loss_type not in ("policy_loss", "custom_loss"):
+    loss_type, name = value(args, "loss_type"), host.name
+    if loss_type not in POLICY_LOSSES:
         return None
-    config, name = read_settings(args, host), host.name
+    config = read_settings(args, host)
     validate_groups(args, config, name)
-    steps = runs(args, name, "before_train_step")
-    if config.gate_kl is not None and not steps:
-        raise ValueError(needs_steps("--mismatch-gate-kl judges", name))
-    if config.normalizes_step and config.tis.batch_normalize_scope != "auto" and not steps:
-        raise ValueError(needs_steps("--tis-batch-normalize-scope step needs the mean weight of", name))
-    if config.rs.max_staleness is not None and not runs(args, name, "init"):
-        raise ValueError(f"--rs-max-staleness needs the weight versions of {name}'s samples: {set_hook(name, 'init')}.")
+    by_step = config.normalizes_step and config.tis.batch_normalize_scope != "auto"
+    needed = {
+        "--mismatch-gate-kl": ("before_train_step", config.gate_kl is not None),
+        "--tis-batch-normalize-scope step": ("before_train_step", by_step),
+        "--rs-max-staleness": ("init", config.rs.max_staleness is not None),
+    }
+    for given, (hook, asked) in needed.items():
+        if asked and not runs(args, name, hook):
+            raise ValueError(f"{given} needs the plugin's {hook}: {set_hook(name, hook)}.")
+    path, hooked = value(args, HOOKS["tis_function"]), runs(args, name, "tis_function")
     if loss_type == "custom_loss":
         if runs(args, name, "policy_loss"):
-            validate_loss(args, config, host, whole=True)
+            _validate_our_loss(args, config, name)
         return config
-    hooked = runs(args, name, "tis_function")
     called = hooked and (value(args, "get_mismatch_metrics") or value(args, "use_tis"))
-    validate_loss(args, config, host, whole=False, hooked=called)
-    if value(args, HOOKS["tis_function"]) is None and (config.use_tis or config.compares):
+    if reason := why_our_loss(args, config, host, hooked=called):
+        raise ValueError(
+            f"--loss-type policy_loss cannot run {reason}. Start through {_LAUNCHER}, or set --loss-type custom_loss "
+            f"--custom-loss-function-path {hook_path(name, 'policy_loss')}."
+        )
+    if path is None and (config.use_tis or config.compares):
         raise ValueError(
             f"weights, rejection or the gate are asked for, but no hook of the plugin would run (use_tis alone is "
             f"{name}'s built-in): {set_hook(name, 'tis_function')}."
@@ -329,25 +309,37 @@ def check_arguments(args: Namespace, host: Host) -> MismatchConfig | None:
     return config
 
 
+def _validate_our_loss(args: Namespace, config: MismatchConfig, host: str) -> None:
+    if value(args, "use_unbiased_kl") and config.terms.kl_importance_weighted:
+        raise ValueError(
+            "--use-unbiased-kl and --mismatch-kl-importance-weighted both weigh the KL: leave one of them out."
+        )
+    other = value(args, HOOKS["tis_function"])
+    if other is not None and not runs(args, host, "tis_function"):
+        raise ValueError(
+            f"--custom-tis-function-path {other} is another correction, which {host} does not call next to the "
+            f"plugin's loss: leave it out, or leave the plugin's flags out."
+        )
+
+
 # The start-up block ---------------------------------------------------------------------------------------------------
 
 
 def describe_settings(config: MismatchConfig, args: Namespace, host: Host) -> list[str]:
     """Lines of the start-up block: what will run, whose normaliser divides, which passes are skipped."""
-    name, custom = host.name, value(args, "loss_type") == "custom_loss"
-    hook, reducer = None if custom else value(args, HOOKS["tis_function"]), value(args, REDUCER)
+    name, custom, steps = (
+        host.name,
+        value(args, "loss_type") == "custom_loss",
+        runs(args, host.name, "before_train_step"),
+    )
+    hook = None if custom else value(args, HOOKS["tis_function"])
     through = hook_path(name, "policy_loss") if custom else f"{name}'s policy_loss" + (f" with {hook}" if hook else "")
-    if reducer:
-        divided = f"by {reducer}, which gets the masks{' without rejected tokens' if config.rejects else ''}"
-    else:
-        whole = "by the step's tokens" if config.aggregation == "token-mean" else "per rollout, then over rollouts"
-        divided = f"as in {name}: {whole}; rejected tokens still count"
-    # The host's own loss knows one set of masks.
-    fewer = reducer and config.rejects and not custom
-    lines = [f"through: {through}", *_switch_lines(args, config, name, whole=custom)]
-    lines.append(f"entropy and KL terms: over {'accepted' if fewer else 'all response'} tokens")
+    lines = [f"through: {through}"]
     if config.normalizes:
-        lines.append(f"batch normalisation over: {_scope(args, config, name)}")
+        by_micro_batch = config.tis.batch_normalize_scope == "micro_batch"
+        scope = "the optimizer step" if steps and not by_micro_batch else "each micro-batch"
+        more = "" if steps or by_micro_batch else f"; for the optimizer step {set_hook(name, 'before_train_step')}"
+        lines.append(f"batch normalisation over: {scope}{more}")
     bias, top_p, top_k = "", value(args, "rollout_top_p"), int(value(args, "rollout_top_k"))
     if name == "slime" and top_p != 1.0:  # its patched SGLang keeps the ids of every filter, but only under top-p
         lines.append(
@@ -359,49 +351,23 @@ def describe_settings(config: MismatchConfig, args: Namespace, host: Host) -> li
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always", MismatchWarning)
         read_settings(args, host)
-    notes = dict.fromkeys(str(note.message) for note in found if issubclass(note.category, MismatchWarning))
-    if not runs(args, name, "before_train_step"):
-        notes |= {
+    notes = [str(note.message) for note in found if issubclass(note.category, MismatchWarning)]
+    if not steps:
+        notes.append(
             f"no step metrics, and an invalid rollout log-prob makes the loss NaN instead of an error: "
-            f"{set_hook(name, 'before_train_step')}": None
-        }
+            f"{set_hook(name, 'before_train_step')}"
+        )
+    whole = "by the step's tokens" if config.aggregation == "token-mean" else "per rollout, then over rollouts"
+    reducer = value(args, REDUCER)
     return block_lines(
         config,
         lines,
-        divided=divided,
+        divided=f"by {reducer}" if reducer else f"as in {name}: {whole}; rejected tokens still count",
         second_pass=_second_pass(args, config, custom, name),
         filtered=bias,
         length=value(args, "rollout_max_response_len"),
-        notes=tuple(notes),
+        notes=notes,
     )
-
-
-def _switch_lines(args: Namespace, config: MismatchConfig, host: str, *, whole: bool) -> Iterator[str]:
-    """Lines on the host's switches. whole: our loss runs."""
-    estimator = value(args, "advantage_estimator")
-    if host_objective(estimator) != "ppo":
-        whose = "the plugin's" if whole else f"{host}'s own"
-        yield f"{estimator} by --advantage-estimator: {whose}, ε as --eps-clip and --eps-clip-high have it"
-    if value(args, "use_opsm"):
-        anchor = "π_rollout" if config.use_rollout_log_probs else "π_old"
-        if not whole:
-            yield f"--use-opsm: {host}'s own, which judges π_θ against {anchor}"
-        elif config.use_rollout_log_probs:
-            yield "--use-opsm: a criterion; a sequence is judged by its mean advantage"
-        else:
-            yield f"--use-opsm: a criterion against π_rollout, the sampler; {host}'s own policy_loss takes π_old"
-    if value(args, "use_unbiased_kl") and config.terms.kl_coef:
-        yield f"--use-unbiased-kl: the KL times π_θ/{'π_rollout' if config.use_rollout_log_probs else 'π_old'}"
-
-
-def _scope(args: Namespace, config: MismatchConfig, host: str) -> str:
-    if config.tis.batch_normalize_scope == "micro_batch":
-        return "each micro-batch"
-    if not runs(args, host, "before_train_step"):
-        return f"each micro-batch; for the optimizer step {set_hook(host, 'before_train_step')}"
-    if not config.use_rollout_log_probs and host == "slime" and runs(args, host, "rollout_data_postprocess"):
-        return "the optimizer step (its mean weight is known before it)"
-    return "the optimizer step (gradients are divided by the mean weight at its end, the logged loss is not)"
 
 
 def _second_pass(args: Namespace, config: MismatchConfig, custom: bool, host: str) -> str:

@@ -18,6 +18,7 @@ from mismatch_plugin.hooks.ray_actors import check_actors
 from mismatch_plugin.hooks.slime.config import (
     ARGUMENTS,
     HOOKS,
+    POLICY_LOSSES,
     check_arguments,
     describe_settings,
     flag,
@@ -38,11 +39,8 @@ TABLE: dict[str, dict[str, Any]] = {
 """The host's flags about the loss, as options of `add_argument`."""
 FLAGS = frozenset({"--use-rollout-entropy", "--use-rollout-routing-replay", "--use-rollout-indexer-replay", *TABLE})
 _CONFIG_PATH = "--custom-config-path"
-_VERIFIED = {
-    "error": "verified where servers have the SGLang plugin; a difference is an error",
-    "warn": "verified where servers have the SGLang plugin; a difference is a warning",
-    "off": "not verified",
-}
+_VERIFIED = "verified where servers have the SGLang plugin; a difference is "
+_UPDATES = {"error": f"{_VERIFIED}an error", "warn": f"{_VERIFIED}a warning", "off": "not verified"}
 _INLINE = "base64:"  # miles takes the file itself as a value
 
 
@@ -67,7 +65,7 @@ def plan(host: Host, given: Given, script: Path | None) -> Plan:
     settings = args.mismatch_settings
     config = check_arguments(args, host) or config
     lines = describe_settings(config, args, host)
-    lines.append(f"weight updates: {_VERIFIED[config.verify_weights]}")
+    lines.append(f"weight updates: {_UPDATES[config.verify_weights]}")
     if config.algorithm == 3:
         lines.append(f"{host.name}'s use_tis is cleared: its parser forbids the pair, and the loss above does both")
 
@@ -127,24 +125,20 @@ def _arguments(host: Host, config: MismatchConfig, args: Namespace, typed: set[s
 
     if config.use_rollout_log_probs:
         give("use_rollout_logprobs")
-    custom, ours = args.loss_type == "custom_loss", hook_path(host.name, "policy_loss")
-    if custom and not runs(args, host.name, "policy_loss"):
+    loss, ours = args.loss_type, hook_path(host.name, "policy_loss")
+    if loss not in POLICY_LOSSES or (loss == "custom_loss" and not runs(args, host.name, "policy_loss")):
+        path = f" with --custom-loss-function-path {args.custom_loss_function_path}" if loss == "custom_loss" else ""
         raise ValueError(
-            f"--loss-type custom_loss with --custom-loss-function-path {args.custom_loss_function_path} is another "
-            f"loss, in which the correction would not run: leave both out, or name {ours}."
+            f"--loss-type {loss}{path} is another loss, in which nothing would be corrected: leave it out, or leave "
+            f"the plugin's flags out."
         )
-    if args.loss_type not in ("policy_loss", "custom_loss"):
-        raise ValueError(
-            f"--loss-type {args.loss_type} is no policy loss, so that nothing would be corrected: leave it out, or "
-            f"leave the plugin's flags out."
-        )
-    reason = why_our_loss(args, config, host)
+    custom, reason = loss == "custom_loss", why_our_loss(args, config, host)
     if not custom and (config.use_rollout_log_probs or reason):
         if "loss_type" in typed and not reason:
             return added  # the host's own loss is algorithm 1
         if "loss_type" in typed:
             raise ValueError(
-                f"--loss-type {args.loss_type} contradicts {reason}. Leave --loss-type out: the launcher sets {ours}."
+                f"--loss-type {loss} contradicts {reason}. Leave --loss-type out: the launcher sets {ours}."
             )
         give("loss_type", "custom_loss")
         give(HOOKS["policy_loss"], ours)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
-from types import NoneType
+from pkgutil import resolve_name
 from typing import Any
 
 from mismatch_plugin.data.served import META_KEY, last_told
@@ -32,14 +32,13 @@ def keep_served(sample: Any, meta_info: Mapping[str, Any], start: int | None = N
     start: where the call's first token is in the response; None: its tokens are the last ones.
     """
     told = last_told(meta_info.get(META_KEY))
-    if not isinstance(told, Mapping) or not isinstance(sample.metadata, (dict, NoneType)):
+    if not told:
         return
     end = sample.response_length
     if start is None:
         count = len(meta_info.get("output_token_logprobs") or ()) or meta_info.get("completion_tokens") or 0
         start = max(0, end - count)
-    kept = (sample.metadata or {}).get(META_KEY)
-    before = (kept.get("weights") if isinstance(kept, Mapping) else None) or ()
+    before = (sample.metadata or {}).get(META_KEY, {}).get("weights") or ()
     # A streamed chunk repeats the call's earlier ones, and a sample that starts anew what it had: both end at `start`.
     spans = [{**span, "end": min(span["end"], start)} for span in before if span["start"] < start]
     for span in told.get("weights") or ():
@@ -75,8 +74,7 @@ def data_source(host: str, args: Any) -> Any:
     """
     watch_samples(host)
     path = getattr(args, OWN_SOURCE, None) or f"{host}.rollout.data_source.RolloutDataSourceWithBuffer"
-    module, _, name = path.rpartition(".")
-    return getattr(import_module(module), name)(args)
+    return resolve_name(path)(args)
 
 
 def wrap_data_source(host: str, args: Any) -> None:

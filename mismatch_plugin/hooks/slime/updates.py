@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -49,39 +49,6 @@ _NO_GROUP = 2**31
 _TURN_OFF = "--mismatch-verify-weights warn goes on after such an update, off makes no comparison."
 
 
-class MasterWeights:
-    """Some elements of the matrices' float32 masters (megatron's `main_param`), as they were after the last update."""
-
-    def __init__(self) -> None:
-        self._before: list[Tensor] = []
-
-    def changed(self, model: Sequence[Any]) -> Tensor:
-        """[5] `sums` of this rank since the last call; zeros the first time, and where there are no such masters.
-
-        model: megatron's chunks. A master that is sharded over data parallel ranks is compared on each for its part.
-        No collective, no host sync.
-        """
-        found = [*_masters(model)]
-        now = [sampled(master, _SAMPLED).clone() for _, master in found]
-        before, self._before = self._before, now
-        total = torch.zeros(5, dtype=torch.float64)
-        if len(before) != len(now):
-            return total
-        for (dtype, master), old, new in zip(found, before, now, strict=True):
-            if len(new):
-                total = total.to(new.device) + sums(old, new, dtype, master.numel() / len(new))
-        return total
-
-
-def _masters(model: Sequence[Any]) -> Iterator[tuple[torch.dtype, Tensor]]:
-    """(dtype that is sent, float32 master) of each matrix that has one."""
-    for chunk in model:
-        for parameter in chunk.parameters():
-            master = getattr(parameter, "main_param", None)
-            if master is not None and parameter.dim() > 1 and master.dtype == torch.float32 != parameter.dtype:
-                yield parameter.dtype, master
-
-
 @dataclass
 class Verdict:
     """Of one update, the same on every rank. faults: which servers hold other weights than were sent. fingerprint: of
@@ -94,21 +61,19 @@ class Verdict:
 
 
 class WeightUpdates:
-    """The updates of one training process. host: its name. fingerprint: verified after the last update, until the
-    weights have trained on; None where it was not. version: what the servers call them. metrics: what the steps report,
-    here of the change that an update delivers in the dtype that is sent (`sglang.delivered`)."""
+    """The updates of one training process. host: its name. metrics: where the steps' metrics get the share of the
+    change that an update delivers. fingerprint: verified after the last update, until the weights have trained on; None
+    where it was not. version: what the servers call them."""
 
-    def __init__(self, host: str, metrics: dict[str, float] | None = None) -> None:
-        self.host = host
-        self.metrics = {} if metrics is None else metrics
-        self._masters = MasterWeights()
+    def __init__(self, host: str, metrics: dict[str, float]) -> None:
+        self.host, self.metrics = host, metrics
         self.fingerprint: str | None = None
         self.version: str | None = None
+        self._before: list[Tensor] = []  # some elements of the masters, as they were after the last update
         self._mode: VerifyWeights = "off"
         self._sent: SentWeights | None = None
+        self._failed = ""  # why this rank's tensors of the update under way could not be digested
         self._said: set[str] = set()
-        self._failed = ""
-        """Why this rank's tensors of the update under way could not be digested."""
 
     def watch(self, args: Namespace, mode: VerifyWeights) -> None:
         """Let the host's updaters verify each of their updates. Idempotent."""
@@ -117,11 +82,9 @@ class WeightUpdates:
             return
         actor = import_module(f"{self.host}.backends.megatron_utils.actor")
         found = {kind: method for name, method in SENDERS[self.host].items() if (kind := getattr(actor, name, None))}
-        other = next((method for kind, method in found.items() if not hasattr(kind, method)), None)
         reason = _not_comparable(args)
-        if other is not None or not found:
-            lacking = other or " or ".join(SENDERS[self.host])
-            reason = f"this {self.host} sends them otherwise than the tested one (no {lacking})."
+        if not found or not all(map(hasattr, found, found.values())):
+            reason = f"this {self.host} sends them otherwise than the tested one."
         if reason:
             self._mode = "off"
             if getattr(args, "rank", 0) == 0:
@@ -134,8 +97,9 @@ class WeightUpdates:
 
     def _digesting(self, own: Any, updater: Any, named_tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if self._sent is not None:
-            # The host clears its lists, so they go on as they are; a generator is gone once it is read.
-            if not isinstance(named_tensors, Sequence):
+            if not isinstance(
+                named_tensors, Sequence
+            ):  # a generator; lists are cleared by the host, and go on as they are
                 named_tensors = [*named_tensors]
             try:
                 self._sent.add(named_tensors)
@@ -147,9 +111,7 @@ class WeightUpdates:
         """Collectives: one SUM of five numbers, and those of `_sends` and `_verdict` where updates are compared."""
         self.fingerprint = None
         group = import_module(f"{self.host}.utils.distributed_utils").get_gloo_group()
-        # What is offloaded may not be read: its memory is given back while the servers take the weights.
-        offloaded = getattr(getattr(updater, "args", None), "offload_train", False)
-        change = self._masters.changed(() if offloaded else getattr(updater, "model", ())).cpu()
+        change = self._change(updater).cpu()
         dist.all_reduce(change, group=group)
         if (delivered := of_sums(change)) is not None:
             self.metrics.update({f"{PREFIX}weight_update_{name}": value for name, value in delivered._asdict().items()})
@@ -166,13 +128,31 @@ class WeightUpdates:
         self.version = str(getattr(updater, "weight_version", "")) or None
         return result
 
+    def _change(self, updater: Any) -> Tensor:
+        """[5] `sums` of this rank's matrices since the last update: of some elements of megatron's float32 masters
+        (`main_param`), sharded or not. Zeros where there is nothing to compare. No host sync."""
+        # What is offloaded may not be read: its memory is given back while the servers take the weights.
+        offloaded = getattr(getattr(updater, "args", None), "offload_train", False)
+        chunks = () if offloaded else getattr(updater, "model", ())
+        pairs = [
+            (p.dtype, getattr(p, "main_param", None)) for chunk in chunks for p in chunk.parameters() if p.dim() > 1
+        ]
+        found = [
+            (kind, master) for kind, master in pairs if master is not None and master.dtype == torch.float32 != kind
+        ]
+        before, self._before = self._before, [sampled(master, _SAMPLED).clone() for _, master in found]
+        total = torch.zeros(5, dtype=torch.float64)
+        for (dtype, master), old, new in zip(found, before, self._before, strict=False):
+            if len(new):
+                total = total.to(new.device) + sums(old, new, dtype, master.numel() / len(new))
+        return total
+
     def _signing(self, own: Any, args: Any, *, rollout_data: dict[str, Any], **rest: Any) -> Any:
         """The host's dump of what it trained on, each sample with the fingerprint of the weights it had then."""
         if self.fingerprint is not None:
+            told = {"weight_fingerprint": self.fingerprint, "trainer_weight_version": self.version}
             count = len(rollout_data["response_lengths"])
-            rollout_data = {**rollout_data, "weight_fingerprint": [self.fingerprint] * count}
-            if self.version is not None:
-                rollout_data["trainer_weight_version"] = [self.version] * count
+            rollout_data = {**rollout_data, **{name: [value] * count for name, value in told.items() if value}}
         self.fingerprint = None  # trained on since
         return own(args, rollout_data=rollout_data, **rest)
 

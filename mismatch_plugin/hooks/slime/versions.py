@@ -10,7 +10,7 @@ masks, which are the rollout's own tensors.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,10 @@ class Versions:
         Ray's actors are of a subclass of it, which has each of its methods again, wrapped for tracing: the methods of
         subclasses tell as well.
         """
-        for kind in _with_subclasses(actor):
-            if "train_actor" in vars(kind):
-                wrap_once(kind, "train_actor", self._tell)
+        if "train_actor" in vars(actor):
+            wrap_once(actor, "train_actor", self._tell)
+        for below in actor.__subclasses__():
+            self.watch(below)
 
     def _tell(self, own: Any, trainer: Any, rollout_id: int, rollout_data: Any, *args: Any, **kwargs: Any) -> Any:
         if self._told:  # a subclass's has told
@@ -84,15 +85,14 @@ class Versions:
                 self.failure = f"sample {name}: {error}"
                 return
             if oldest is None and bool((mask != 0).any()):
-                self.failure = self._missing(name)
+                patch = f"apply the patch ({_PATCH}), and " if self.host == "slime" else ""
+                self.failure = (
+                    f"sample {name} has no weight version (Sample.weight_versions): {patch}let a custom generate "
+                    f"function call Sample.update_from_meta_info with SGLang's meta_info, or leave --rs-max-staleness "
+                    f"out."
+                )
                 return
             self._held[id(mask)] = mask, trainer if oldest is None else oldest
-
-    def _missing(self, name: object) -> str:
-        fix = "let a custom generate function call Sample.update_from_meta_info with SGLang's meta_info"
-        if self.host == "slime":
-            fix = f"apply the patch that keeps them on the way to the trainer ({_PATCH}), and {fix}"
-        return f"sample {name} has no weight version (Sample.weight_versions): {fix}, or leave --rs-max-staleness out."
 
     def on(self, packed: PackedSequences, config: MismatchConfig, loss_masks: Sequence[Tensor]) -> PackedSequences:
         """The packed batch with the versions of the samples whose masks these are, where the settings need them.
@@ -114,12 +114,6 @@ class Versions:
         return packed.replace(weight_versions=tokens.to(packed.loss_mask.device), trainer_version=self.trainer)
 
 
-def _with_subclasses(kind: Any) -> Iterator[Any]:
-    yield kind
-    for below in kind.__subclasses__():
-        yield from _with_subclasses(below)
-
-
 def _number(version: Any) -> int:
     """The hosts name their versions by the number of the update, from 1; SGLang's own name is that before the first."""
     if str(version) == INITIAL_VERSION:
@@ -132,8 +126,8 @@ def _number(version: Any) -> int:
 def validate_versions_kept(host: str, script: Path | None) -> None:
     """Raise ValueError where slime's tree, that of the script or one on sys.path, drops the versions of its samples."""
     roots = [*([] if script is None else [script.parent]), *map(Path, sys.path)]
-    path = next((path for root in roots if (path := root / "slime" / "ray" / "rollout.py").is_file()), None)
-    if host == "slime" and path is not None and f'"{_KEY}"'.encode() not in path.read_bytes():
+    path = next((path for root in roots if (path := root / "slime/ray/rollout.py").is_file()), None)
+    if host == "slime" and path is not None and f'"{_KEY}"' not in path.read_text(encoding="utf-8"):
         raise ValueError(
             f"--rs-max-staleness needs the weight versions of samples, which slime drops on the way to the trainer: "
             f"apply the patch ({_PATCH}), or leave it out."

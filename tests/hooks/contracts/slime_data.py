@@ -1,4 +1,4 @@
-"""A rollout in slime's and miles's layout, cut by brute force, and what one process makes of it.
+"""A rollout in slime's and miles's layout, cut by brute force, and the arguments that their adapters read.
 
 Two steps of four samples. Tool tokens train nothing and carry 0.0 as rollout log-prob; one sample trains nothing at
 all; some have prompts so long that a context-parallel rank holds nothing of their response.
@@ -6,8 +6,9 @@ all; some have prompts so long that a context-parallel rank holds nothing of the
 
 from __future__ import annotations
 
+import types
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import mismatch_plugin as mp
 from mismatch_plugin.hooks.slime.config import ARGUMENTS
 
 VOCAB = 16
@@ -23,7 +23,6 @@ TEMPERATURE = 0.8
 STEPS, MICRO_BATCHES = 2, 2
 _LENGTHS = ((3, 9), (5, 20), (2, 1), (30, 4), (1, 31), (4, 13), (6, 7), (2, 16))  # prompt, response
 _UNTRAINED = 6
-ROLLOUTS = (0, 1, 2, 0, 3, 4, 5, 4)  # samples 0 and 3, and 5 and 7, belong to one rollout each
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +57,8 @@ def samples() -> tuple[Sample, ...]:
         total = prompt + response
         tokens = torch.randint(0, VOCAB, (total,), generator=generator)
         logits = normal(total, VOCAB)
-        log_probs, entropy = from_logits(logits, tokens, prompt)
+        table = (logits / TEMPERATURE).log_softmax(-1)[prompt - 1 : -1]
+        log_probs = table.gather(1, tokens[prompt:, None])[:, 0]
         mask = (torch.rand(response, generator=generator) < 0.85) | (response < 3)
         mask &= torch.tensor(number != _UNTRAINED)
         old = (log_probs + 0.1 * normal(response)).clamp(max=-0.01)
@@ -70,14 +70,8 @@ def samples() -> tuple[Sample, ...]:
             "ref_log_probs": old + 0.2 * normal(response),
             "advantages": normal(1).expand(response) + 0.1 * normal(response),
         }
-        made.append(Sample(prompt, tokens, logits, log_probs, entropy, rows))
+        made.append(Sample(prompt, tokens, logits, log_probs, -(table.exp() * table).sum(-1), rows))
     return tuple(made)
-
-
-def from_logits(logits: Tensor, tokens: Tensor, prompt: int) -> tuple[Tensor, Tensor]:
-    """(log π_θ of the response tokens, entropy before each of them), [response]."""
-    table = (logits / TEMPERATURE).log_softmax(-1)[prompt - 1 : -1]
-    return table.gather(1, tokens[prompt:, None])[:, 0], -(table.exp() * table).sum(-1)
 
 
 def owned(total: int, prompt: int, cp: int, rank: int, padded: int | None = None) -> list[int]:
@@ -98,69 +92,79 @@ def schedule(dp_rank: int, dp: int) -> list[list[list[int]]]:
     return [batches[start : start + MICRO_BATCHES] for start in range(0, len(batches), MICRO_BATCHES)]
 
 
-def step_samples(step: int) -> list[int]:
-    return sorted(sample for batch in schedule(0, 1)[step] for sample in batch)
+def held_by(ids: Sequence[int], cp: int = 1, rank: int = 0, padded: int | None = None) -> list[list[int]]:
+    """Of each of these samples the response positions that a context-parallel rank holds."""
+    return [owned(samples()[i].total, samples()[i].prompt, cp, rank, padded) for i in ids]
 
 
-def rollouts_of(step: int, shared: bool) -> list[list[int]]:
-    """The step's samples by rollout, of which slime takes the mean; each sample is one, unless `shared`."""
-    ids = step_samples(step)
-    if not shared:
-        return [[number] for number in ids]
-    return [[i for i in ids if ROLLOUTS[i] == rollout] for rollout in sorted({ROLLOUTS[i] for i in ids})]
+def batch_of(ids: Sequence[int], cp: int = 1, rank: int = 0, padded: int | None = None) -> dict[str, Any]:
+    """What the host's iterator gives of these samples: per-token rows of this rank's tokens, masks of the whole."""
+    chosen = [samples()[i] for i in ids]
+    at = held_by(ids, cp, rank, padded)
+    names = ("log_probs", "rollout_log_probs", "ref_log_probs", "advantages")
+    local = {name: [sample.rows[name][here] for sample, here in zip(chosen, at, strict=True)] for name in names}
+    return local | {
+        "loss_masks": [sample.rows["loss_masks"] for sample in chosen],
+        "total_lengths": [sample.total for sample in chosen],
+        "response_lengths": [sample.response for sample in chosen],
+        "max_seq_lens": None if padded is None else [padded] * len(ids),
+    }
 
 
-def mask_sums(shared: bool) -> list[Tensor]:
-    """slime's denominators: trained tokens of the sample's rollout."""
-    own = [sample.rows["loss_masks"].sum().float() for sample in samples()]
-    rollouts = {i: rollout for step in range(STEPS) for rollout in rollouts_of(step, shared) for i in rollout}
-    return [torch.stack([own[other] for other in rollouts[number]]).sum() for number in range(len(own))]
+def sum_here(ids: Sequence[int], at: list[list[int]]) -> Callable[[Tensor], Tensor]:
+    """The simplest of the host's reductions: the sum over this rank's trained tokens."""
+    mask = torch.cat([samples()[i].rows["loss_masks"][here] for i, here in zip(ids, at, strict=True)])
+    return lambda values: (values * mask).sum()
 
 
-@dataclass(frozen=True, eq=False)
-class Expected:
-    """What one process gets for a step: the host's loss, its gradient by logits [Σ total, V] and by log-probs."""
+@cache
+def initialize(cp: int = 1, tp: int = 1, pp: int = 1) -> Any:
+    from megatron.core import parallel_state
 
-    loss: float
-    by_logits: Tensor
-    by_log_probs: Tensor
-    metrics: dict[str, float]
+    parallel_state.initialize_model_parallel(tp, pp, context_parallel_size=cp)
+    return parallel_state
 
 
-def expected(args: Namespace, config: mp.MismatchConfig, step: int, old: bool = True, shared: bool = False) -> Expected:
-    """`policy_loss` on each rollout, with the step's mean weight, divided as slime divides.
+class Model(torch.nn.Module):
+    """Stands for megatron's DDP chunk: it has the config that the hook ends the step through, and scales gradients."""
 
-    That is by the step's tokens (at least 1 a sample), or by the rollout's, and then by the number of rollouts.
-    """
-    ids = step_samples(step)
-    logits = {i: samples()[i].logits.clone().requires_grad_() for i in ids}
-    found = {i: from_logits(x, samples()[i].tokens, samples()[i].prompt) for i, x in logits.items()}
-    for log_probs, _ in found.values():
-        log_probs.retain_grad()
-    config = config.model_copy(update={"denominator": "original", "aggregation": "token-mean"})
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.config = types.SimpleNamespace(finalize_model_grads_func=lambda model, *args, **kwargs: None)
+        self.scale = 1.0
 
-    def loss_of(chosen: list[int], factor: Any = None) -> mp.PolicyLoss:
-        rows: dict[str, Any] = {name: [samples()[i].rows[name] for i in chosen] for name in samples()[0].rows}
-        old_log_probs, entropy = rows.pop("log_probs"), [found[i][1] for i in chosen]
-        packed = mp.PackedSequences.from_lists(**rows, old_log_probs=old_log_probs if old else None, entropy=entropy)
-        return mp.policy_loss(torch.cat([found[i][0] for i in chosen]), packed, config, batch_factor=factor)
-
-    statistics, loss, rollouts = loss_of(ids).statistics, torch.zeros(()), rollouts_of(step, shared)
-    tokens = [int(samples()[i].rows["loss_masks"].sum()) for i in range(len(_LENGTHS))]
-    for rollout in rollouts:
-        result = loss_of(rollout, statistics.batch_factor())
-        divisor = len(rollouts) * max(1, sum(tokens[i] for i in rollout))
-        if args.calculate_per_token_loss:
-            divisor = sum(max(1, tokens[i]) for i in ids)
-        loss = loss + (result.loss_sum + sum(result.terms.values())) / divisor
-    loss.backward()
-    by_logits = torch.cat([_gradient(leaf) for leaf in logits.values()])
-    by_log_probs = torch.cat([_gradient(log_probs) for log_probs, _ in found.values()])
-    return Expected(float(loss.detach()), by_logits, by_log_probs, statistics.metrics())
+    def scale_gradients(self, factor: float) -> None:
+        self.scale *= factor
 
 
-def _gradient(leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+# Arguments ------------------------------------------------------------------------------------------------------------
+
+LEVELS, MODES = ("token", "sequence", "geometric"), ("truncate", "clip", "mask")
+BOUNDS = {
+    "token": (0.7, 1.4),
+    "sequence": (0.3, 2.5),
+    "geometric": (0.9, 1.1),
+    "turn": (0.6, 1.7),
+    "prefix": (0.6, 1.7),
+}
+TERMS = {"entropy_coef": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"}
+# What slime's own mis.yaml sets: see test_the_shipped_mis_yaml_is_the_recorded_one.
+SHIPPED: dict[str, Any] = {
+    "use_tis": True,
+    "use_rs": True,
+    "tis_level": "token",
+    "rs_level": "token",
+    "tis_mode": "truncate",
+    "tis_lower_bound": 0.5,
+    "tis_upper_bound": 2.0,
+    "rs_lower_bound": None,
+    "rs_upper_bound": None,
+    "rs_veto_threshold": 1e-4,
+    "tis_batch_normalize": True,
+}
+NARROW = {"eps_clip": 0.01, "eps_clip_high": 0.02}
+"""ε that clips some of the sequences."""
 
 
 def arguments(host: str = "slime", /, **changes: Any) -> Namespace:
@@ -175,19 +179,42 @@ def arguments(host: str = "slime", /, **changes: Any) -> Namespace:
     return Namespace(**{**values, **changes})
 
 
-ACCEPTED_MEAN = "tests.hooks.contracts.slime_data.accepted_mean"
-"""A reducer of the policy loss as a user writes one: the hosts' path argument names it."""
+def custom(host: str) -> dict[str, Any]:
+    return {"loss_type": "custom_loss", "custom_loss_function_path": f"mismatch_plugin.hooks.{host}.policy_loss"}
+
+
+def hooked(host: str) -> dict[str, Any]:
+    return {"custom_tis_function_path": f"mismatch_plugin.hooks.{host}.tis_function"}
+
+
+def stepped(host: str) -> dict[str, Any]:
+    module = f"mismatch_plugin.hooks.{host}"
+    post, step = f"{module}.rollout_data_postprocess", f"{module}.before_train_step"
+    return {"rollout_data_postprocess_path": post, "custom_megatron_before_train_step_hook_path": step}
+
+
+def ours(algorithm: int, tis: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """The host's two switches as the launcher leaves them, and our settings with them."""
+    bypass, weighted = algorithm in (1, 3), algorithm in (2, 3)
+    settings = {"use_rollout_log_probs": bypass, "use_tis": weighted, "metrics": "full", **more}
+    if tis:
+        settings["tis"] = tis
+    host = {"use_rollout_logprobs": bypass, "use_tis": weighted and not bypass, "mismatch_settings": settings}
+    return host | {"get_mismatch_metrics": algorithm == 0}
+
+
+def weights(level: str, mode: str, **more: Any) -> dict[str, Any]:
+    lower, upper = BOUNDS[level]
+    bounds = {"upper_bound": upper} | ({} if mode == "truncate" else {"lower_bound": lower})
+    return {"level": level, "mode": mode, **bounds, **more}
 
 
 def accepted_mean(
     total_lengths: list[int], response_lengths: list[int], loss_masks: list[Tensor], calculate_per_token_loss: bool
 ) -> Callable[[Tensor], Tensor]:
-    """The micro-batch's sum over what is left in the masks, divided by how many tokens that are."""
-    from megatron.core import parallel_state
+    """A reducer of the policy loss as a user writes one, without context parallelism: a mean over tokens."""
+    mask = torch.cat(loss_masks).float()
+    return lambda values: (values * mask).sum() / mask.sum().clamp(min=1)
 
-    cp, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-    pairs = zip(total_lengths, response_lengths, strict=True)
-    places = [owned(total, total - response, cp, rank) for total, response in pairs]
-    local = torch.cat([mask[at].float() for mask, at in zip(loss_masks, places, strict=True)])
-    count = torch.stack([mask.sum() for mask in loss_masks]).sum().clamp(min=1)
-    return lambda x: (x * local).sum() / count
+
+REDUCER = {"custom_pg_loss_reducer_function_path": f"{__name__}.accepted_mean"}

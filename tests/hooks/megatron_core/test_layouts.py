@@ -428,10 +428,7 @@ def test_expert_losses_weigh_the_same_in_every_layout() -> None:
         replace(one, name="cp2", cp=2),
         replace(one, name="cp2 mean", cp=2, settings={**settings, **MEAN}),
     ]
-    odd = replace(one, name="tp2", tp=2)
     expected = launch(run_layout, [one], 1)[0][0][0].gradients
-    *found, refused = launch(run_layout, [*others, odd], 2)
-    for ranks in found:
+    for ranks in launch(run_layout, others, 2):
         assert not ranks[0][0].error, ranks[0][0].error
         assert_gradients(ranks[0][0].gradients, expected, 1e-6)
-    assert all("need sequence_parallel" in rank[0].error for rank in refused)

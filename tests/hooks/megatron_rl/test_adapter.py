@@ -116,20 +116,24 @@ def test_megatron_s_own_loss_where_semantics_agree(layout: str, bound: float | N
     [
         (STARTS, LENGTHS, WIDTH, (6, 5, 6)),  # to the next sequence
         ([], [], 5, (5,)),
-        ([0, 5, 9], [5, 4], 8, (5, 3)),  # with the start of its padding
-        ([0, 4], [9, 2], 12, "sequence 0 of the bin has 9 tokens"),
-        ([3, 1], [1, 1], 12, "must ascend from 0"),
-        ([0, 5, 8], [5, 10], 12, "the padding of a bin of 13 tokens starts at 8, and its last sequence ends at 15"),
-        ([0, 5, 14], [5, 4], 12, "the padding of a bin of 13 tokens starts at 14"),
-        ([0, 4, 8, 12], [4, 4], 12, "pass one of each a sequence"),
-        ([0, 5], [5, -5], 12, "lengths from 0"),
+        ([0, 5, 9], [5, 4], 8, (5, 3)),  # with the start of its padding, at its end
+        ([0, 5], [5, 8], 12, (5, 7)),
+        ([0, 0], [0, 5], 12, (0, 12)),
+        ([0, 5], [5, -5], 12, None),
+        ([0, 4], [9, 2], 12, None),  # into the next
+        ([0, 5], [5, 9], 12, None),  # past the bin
+        ([3, 1], [1, 1], 12, None),
+        ([1, 3], [1, 1], 12, None),
+        ([0, 5, 8], [5, 10], 12, None),  # into the padding
+        ([0, 5, 14], [5, 4], 12, None),  # padding behind the bin
+        ([0, 4, 8, 12], [4, 4], 12, None),
     ],
 )
 def test_a_bin_s_sequences_or_why_it_has_none(starts: list[int], lengths: list[int], width: int, found: Any) -> None:
-    if not isinstance(found, str):
+    if found is not None:
         assert bin_lengths(starts, lengths, width) == found
         return
-    with pytest.raises(ValueError, match=found):
+    with pytest.raises(ValueError, match=f"do not fill a bin of {width + 1} tokens: pass one of each a sequence"):
         bin_lengths(starts, lengths, width)
 
 
@@ -247,16 +251,11 @@ def test_token_level_needs_no_mask(algorithm: str) -> None:
     [
         ({"use_tis": True, "tis": {"level": "sequence"}}, "level sequence"),
         ({"use_tis": True, "tis": {"batch_normalize": True}}, "batch normalisation"),
-        ({"rs": {"criteria": ["sequence_max:k2:0.5"]}}, "criterion sequence_max_k2"),
-        ({"rs": {"veto_threshold": 1e-4}}, "the veto"),
-        ({"rollout_log_prob_policy": "drop-sequence"}, "drop-sequence"),
-        ({"objective": "gspo"}, "objective gspo"),
-        ({"metrics": "full"}, "--mismatch-metrics full"),
-        ({"report_dir": "runs"}, "--mismatch-report-dir"),
-        ({"gate_kl": 1e-3}, "--mismatch-gate-kl"),
+        ({"rs": {"criteria": ["sequence_max:k2:0.5"], "veto_threshold": 1e-4}}, "criterion sequence_max_k2, the veto"),
+        ({"rollout_log_prob_policy": "drop-sequence", "objective": "gspo"}, "objective gspo.*drop-sequence"),
+        ({"report_dir": "runs", "gate_kl": 1e-3, "metrics": "full"}, "-metrics full, --mismatch-gate-kl.*-report-dir"),
         ({"rs": {"criteria": ["token:k2:0.5"]}, "dry_run": True}, "--mismatch-dry-run"),
         ({}, "a run that only measures"),
-        ({"rs": {"criteria": ["sequence_mean:k1:0.9:inf@negative"]}}, "criterion sequence_mean_ratio_negative"),
     ],
 )
 def test_the_rest_needs_it(settings: dict[str, Any], named: str) -> None:

@@ -1,15 +1,17 @@
-"""slime's adapter without slime: hand-made batches in its layout against `policy_loss` in one process.
+"""slime's and miles's adapters without them: hand-made batches in their layout against `policy_loss` in one process.
 
-The host's part (reductions, scaling, its PPO loss) is a few lines from its contract; process groups are
-megatron-core's.
+The host's part is its PPO loss and a sum over trained tokens; process groups are megatron-core's.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import math
 from argparse import Namespace
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,106 +20,201 @@ import torch
 from torch import Tensor
 
 import mismatch_plugin as mp
+from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.hooks import slime
 from mismatch_plugin.hooks.slime.batch import owned_ranges, pack_local
 from mismatch_plugin.parallel.groups import ParallelGroups
-from tests.hooks.contracts.slime_cases import NARROW, TERMS, WEIGHTED_KL, custom, drawn, hooked, ours, product, weights
-from tests.hooks.contracts.slime_compare import HAND_LAYOUTS, compare
-from tests.hooks.contracts.slime_data import ACCEPTED_MEAN, STEPS, arguments, owned, samples, schedule, step_samples
-from tests.hooks.contracts.slime_worker import Model, Runs, run_by_hand
+from tests.distributed.launch import launch
+from tests.hooks.contracts.slime_data import (
+    NARROW,
+    REDUCER,
+    STEPS,
+    TERMS,
+    Model,
+    arguments,
+    batch_of,
+    custom,
+    held_by,
+    hooked,
+    initialize,
+    ours,
+    owned,
+    samples,
+    schedule,
+    stepped,
+    sum_here,
+    weights,
+)
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core"),
+    pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning"),
+]
+HOOK, WHOLE, STEP = hooked("slime"), custom("slime"), stepped("slime")
 
-_NORMALISED = weights("sequence", "clip", batch_normalize=True)
-_REJECTED = {"rs": {"criteria": ["sequence_mean:ratio:0.85:1.12"], "veto_threshold": 0.3}}
-HOOK, WHOLE = hooked("slime"), custom("slime")
-_MASKED = ours(2, weights("token", "mask"), **_REJECTED, **WEIGHTED_KL)
-_SHARED = ours(2, weights("sequence", "mask"), **_REJECTED)
-OTHERS: dict[str, dict[str, Any]] = {
-    # A rollout of several samples has one mean; they may lie in different micro-batches.
-    "rollouts of two samples": {"changes": {**HOOK, **_SHARED, **TERMS}, "shared": True},
-    "rollouts of two samples, normalised": {"changes": {**WHOLE, **ours(2, _NORMALISED)}, "shared": True},
-    # The host skipped the old log-probs pass on an exactly on-policy step.
-    "no old log-probs": {"changes": {**HOOK, **ours(2, weights("geometric", "clip")), **TERMS}, "old": False},
-    "no old log-probs, normalised": {"changes": {**HOOK, **ours(2, _NORMALISED)}, "old": False},
-    # The TIS hook alone, as a user sets it who adds one flag.
-    "no hooks around the step": {"changes": {**HOOK, **ours(2, weights("token", "mask"))}, "hooks": False},
-    "metrics off": {"changes": {**HOOK, **ours(2, weights("token", "clip"), metrics="off")}, "hooks": False},
-    "KL with importance weights": {"changes": {**WHOLE, **_MASKED, **TERMS}},
-    "dry run": {"changes": {**WHOLE, **ours(3, weights("token", "mask"), dry_run=True)}},
-    "dual clip": {"changes": {**WHOLE, **ours(1), "eps_clip_c": 1.05, "eps_clip": 0.1}},
-    "gspo, 0": {"changes": {**WHOLE, **ours(0), **NARROW, "advantage_estimator": "gspo"}},
-    "cispo, 1": {"changes": {**WHOLE, **ours(1), **NARROW, "advantage_estimator": "cispo"}},
-    "gspo, 2": {"changes": {**WHOLE, **ours(2), **NARROW, "advantage_estimator": "gspo"}},
-    "reinforce by hand": {"changes": {**WHOLE, **ours(0, objective="reinforce")}},
-    "distance to the sampler": {"changes": {**WHOLE, **ours(2, terms={"rollout_kl_coef": 0.1})}},
+# Every layout ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """changes: of the host's arguments. old: whether the host made old log-probs. padded: length of miles's batches."""
+
+    changes: dict[str, Any]
+    old: bool = True
+    host: str = "slime"
+    padded: int | None = None
+    cp: int = 1
+
+
+NORMALISED = weights("sequence", "clip", batch_normalize=True)
+REJECTS = {"criteria": ["sequence_mean:ratio:0.85:1.12", "token:k2:0.3"], "veto_threshold": 0.3}
+KL_WEIGHED = {"kl_importance_weighted": True}
+CASES = {
+    "0 hook": Case({**HOOK, **ours(0, rs=REJECTS)}),
+    "0 whole, gspo": Case({**WHOLE, **ours(0, rs=REJECTS), **NARROW, "advantage_estimator": "gspo"}),
+    "0 whole, reinforce": Case({**WHOLE, **ours(0, objective="reinforce")}),
+    "1 whole, terms": Case({**WHOLE, **ours(1, rs=REJECTS), **TERMS}),
+    "1 whole, cispo": Case({**WHOLE, **ours(1), **NARROW, "advantage_estimator": "cispo"}),
+    "1 whole, dual clip": Case({**WHOLE, **ours(1), "eps_clip_c": 1.05, "eps_clip": 0.1}),
+    "2 hook, token mask": Case({**HOOK, **ours(2, weights("token", "mask"), metrics="basic")}),
+    "2 hook, sequence": Case({**HOOK, **ours(2, NORMALISED, rs=REJECTS)}),
+    "2 hook, turn": Case({**HOOK, **ours(2, weights("turn", "mask"))}),
+    "2 hook, prefix": Case({**HOOK, **ours(2, weights("prefix", "clip"))}),
+    "2 hook, no old log-probs": Case({**HOOK, **ours(2, NORMALISED)}, old=False),
+    "2 whole, geometric": Case({**WHOLE, **ours(2, weights("geometric", "mask"), terms=KL_WEIGHED), **TERMS}),
+    "2 whole, distance": Case({**WHOLE, **ours(2, NORMALISED, terms={"rollout_kl_coef": 0.1})}),
+    "3 whole, token": Case({**WHOLE, **ours(3, weights("token", "truncate"), rs=REJECTS), **TERMS}),
+    "3 whole, sequence": Case({**WHOLE, **ours(3, NORMALISED)}),
+    "3 whole, turn": Case({**WHOLE, **ours(3, weights("turn", "clip", batch_normalize=True), rs=REJECTS)}),
+    "3 whole, prefix": Case({**WHOLE, **ours(3, weights("prefix", "mask"))}),
+    "3 whole, none": Case({**WHOLE, **ours(3, {"level": "none"}, rs=REJECTS)}),
+    "3 whole, dry run": Case({**WHOLE, **ours(3, weights("token", "mask"), dry_run=True)}),
+    # in chunks of 40, longer than every sample, in the place of its own length
+    "miles, padded": Case(
+        {**hooked("miles"), **ours(2, weights("sequence", "clip")), "qkv_format": "bshd"}, host="miles", padded=40
+    ),
 }
-CASES = {name: {"changes": changes} for name, changes in product("slime").items()} | OTHERS
-DRAWN = drawn(CASES, HAND_LAYOUTS)
-BY_HAND = Runs(run_by_hand, "slime", CASES, HAND_LAYOUTS, DRAWN)
+LAYOUTS = {"one": (1, 1), "cp2 dp2": (2, 4), "cp4": (4, 4)}  # cp, processes
 
 
-@pytest.mark.parametrize(("layout", "name"), DRAWN)
-def test_loss_gradient_and_metrics_equal_one_process(layout: str, name: str):
-    compare(BY_HAND(layout, name), BY_HAND.case(layout, name), slime, by_logits=False)
+def host_loss(args: Namespace, leaf: Tensor, batch: dict[str, Any]) -> Tensor:
+    """[T] PPO-clip as the hosts compute it."""
+    old, advantages = torch.cat(batch["log_probs"]), torch.cat(batch["advantages"])
+    ratio = (leaf - old).exp()
+    return torch.maximum(-ratio * advantages, -ratio.clamp(1 - args.eps_clip, 1 + args.eps_clip_high) * advantages)
 
 
-# A reducer of the user's own ------------------------------------------------------------------------------------------
+def run(case: Case) -> list[dict[str, Any]]:
+    """Of each step what this rank has: gradients [(sample, positions, values)], sums of its reports, metrics."""
+    state = initialize(case.cp)
+    args, hooks = arguments(case.host, **case.changes), importlib.import_module(f"mismatch_plugin.hooks.{case.host}")
+    hooks.ADAPTER.__init__()
+    hooks.ADAPTER.groups = slime.ADAPTER.find_groups()
+    hooks.ADAPTER.log = lambda args, metrics: None
+    cp_rank, steps = state.get_context_parallel_rank(), []
+    mine = schedule(state.get_data_parallel_rank(), state.get_data_parallel_world_size())
+    ids = [i for step in mine for batch in step for i in batch]
+    if case.host == "slime":
+        data = batch_of(ids, case.cp, cp_rank) | ({} if case.old else {"log_probs": None})
+        data["micro_batch_indices"] = [[ids.index(i) for i in batch] for step in mine for batch in step]
+        hooks.rollout_data_postprocess(args, 0, {**data, "num_microbatches": [len(step) for step in mine]})
+    for number, batches in enumerate(mine):
+        model, found, report = Model(), [], dict[str, float]()
+        if case.host == "slime":
+            hooks.before_train_step(args, 0, number, [model], None, None)
+        for chosen in batches:
+            batch, at = batch_of(chosen, case.cp, cp_rank, case.padded), held_by(chosen, case.cp, cp_rank, case.padded)
+            parts = [samples()[i].log_probs[here].clone().requires_grad_() for i, here in zip(chosen, at, strict=True)]
+            entropy = [samples()[i].entropy[here] for i, here in zip(chosen, at, strict=True)]
+            reduce = sum_here(chosen, at)
+            if not case.old:
+                batch["log_probs"] = [part.detach() for part in parts]  # as the hosts do
+            if args.loss_type == "custom_loss":
+                loss, told = hooks.ADAPTER.loss(args, batch, parts, entropy, reduce)
+            else:
+                lists = ("rollout_log_probs", "loss_masks", "total_lengths", "response_lengths", "max_seq_lens")
+                given = {"train_log_probs": batch["log_probs"], **{name: batch[name] for name in lists}}
+                pg_loss = host_loss(args, torch.cat(parts), batch)
+                weighed, masks, metrics = hooks.tis_function(args=args, pg_loss=pg_loss, parallel_state=None, **given)
+                assert masks is given["loss_masks"]
+                loss, told = reduce(weighed), {name: reduce(values) for name, values in metrics.items()}
+            loss.backward()
+            found += [(i, here, part.grad) for i, here, part in zip(chosen, at, parts, strict=True)]
+            report = {name: report.get(name, 0.0) + float(value) for name, value in told.items()}
+        model.config.finalize_model_grads_func([model])
+        gradients = [(i, here, None if grad is None else grad * model.scale) for i, here, grad in found]
+        steps.append({"gradients": gradients, "report": report, "metrics": hooks.ADAPTER.run.metrics})
+    return steps
 
-_NARROW = {"criteria": ["sequence_mean:ratio:0.97:1.03"]}
-_REDUCED: dict[str, Any] = {
-    "0": ours(0, rs=_NARROW),
-    "2, by tokens": ours(2, weights("token", "mask"), rs={"criteria": ["token:k2:0.05"]}),
-    "2, by sequences": ours(2, weights("sequence", "clip"), rs=_NARROW),
-    "2, dry run": ours(2, weights("token", "mask"), dry_run=True),
-    "2, nothing rejected": ours(2, weights("token", "clip")),
-}
+
+@cache
+def found_in(layout: str) -> dict[str, list[Any]]:
+    cp, processes = LAYOUTS[layout]
+    cases = [Case(**{**vars(case), "cp": cp}) for case in CASES.values()]
+    return dict(zip(CASES, launch(run, cases, processes, timeout=240.0), strict=True))
 
 
-_WAYS = {"hook": HOOK, "whole": WHOLE}
-_REDUCER = {"custom_pg_loss_reducer_function_path": ACCEPTED_MEAN}
-_BY_REDUCER = {
-    (name, way): {"changes": {**paths, **changes, **_REDUCER}}
-    for name, changes in _REDUCED.items()
-    for way, paths in _WAYS.items()
-}
-REDUCED = Runs(run_by_hand, "slime", _BY_REDUCER, HAND_LAYOUTS)
+@cache
+def expected(name: str, step: int) -> tuple[Tensor, dict[str, float], dict[str, float]]:
+    """(gradient by the step's log-probs, sums under the hosts' names, metrics), of one process."""
+    case = CASES[name]
+    args = arguments(case.host, **case.changes)
+    adapter = importlib.import_module(f"mismatch_plugin.hooks.{case.host}")
+    config = adapter.settings(args).model_copy(update={"aggregation": "token-mean"})
+    ids = sorted(i for batch in schedule(0, 1)[step] for i in batch)
+    batch, theta = batch_of(ids), torch.cat([samples()[i].log_probs for i in ids]).requires_grad_()
+    old = batch["log_probs"] if case.old else None
+    rows: Any = {key: batch[key] for key in ("rollout_log_probs", "loss_masks", "ref_log_probs", "advantages")}
+    packed = mp.PackedSequences.from_lists(**rows, old_log_probs=old, entropy=[samples()[i].entropy for i in ids])
+    whole = args.loss_type == "custom_loss"
+    result, token = mp.policy_loss(theta, packed, config), token_loss(theta, packed, config)
+    (result.loss_sum + sum(result.terms.values()) if whole else result.loss_sum).backward()
+    assert theta.grad is not None
+    reduce, correction = sum_here(ids, held_by(ids)), token.correction
+    ratio = correction.tokens.log_ratio.exp()
+    report = {"tis": reduce(ratio), "tis_abs": reduce((ratio - 1).abs())}
+    if config.weighted and not (config.normalizes and (not case.old or config.use_rollout_log_probs)):
+        report["tis_weight"] = reduce(correction.applied)
+        report |= {"pg_loss": reduce(token.policy)} if whole else {}
+    if config.rejects:
+        report["tis_rejected"] = reduce(1.0 - correction.keep)
+    if whole:
+        report |= {"train_rollout_logprob_abs_diff": reduce(correction.tokens.log_ratio.abs())}
+        report |= {f"{term.name}_loss": reduce(term.added) for term in token.terms() if term.coefficient}
+        if clipped := dict(token.clip_columns()):
+            report["pg_clipfrac"] = reduce((clipped["clip_high"] | clipped["clip_low"]).float())
+            report["ppo_kl"] = reduce(clipped["ppo_kl"])
+    return theta.grad, {key: float(value) for key, value in report.items()}, result.statistics.metrics()
 
 
-@pytest.mark.parametrize("layout", ["one", "cp4"])
-@pytest.mark.parametrize("name", _REDUCED)
-@pytest.mark.parametrize("way", _WAYS)
-def test_a_custom_reducer_sees_what_is_rejected(layout: str, name: str, way: str):
-    """Its count is that of accepted tokens: Σ w · PPO-clip over what is kept / how many are kept, a micro-batch."""
-    config = slime.settings(arguments(**HOOK, **_REDUCED[name]))
-    rejected = 0
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_gradient_and_metrics_equal_one_process(layout: str, name: str) -> None:
+    ranks = found_in(layout)[name]
     for step in range(STEPS):
-        log_probs = {i: samples()[i].log_probs.clone().requires_grad_() for i in step_samples(step)}
-        loss = torch.zeros(())
-        for ids in schedule(0, 1)[step]:
-            rows = {key: [samples()[i].rows[key] for i in ids] for key in samples()[0].rows}
-            old, advantages = torch.cat(rows["log_probs"]), torch.cat(rows["advantages"])
-            packed = mp.PackedSequences.from_lists(
-                train_log_probs=rows["log_probs"],
-                rollout_log_probs=rows["rollout_log_probs"],
-                loss_masks=rows["loss_masks"],
-            )
-            correction = mp.correct(packed, config)
-            ratio = (torch.cat([log_probs[i] for i in ids]) - old).exp()
-            clipped = torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.2) * advantages)
-            kept = correction.weights * correction.keep * clipped
-            loss = loss + kept.sum() / correction.keep.sum().clamp(min=1) / len(log_probs)
-            rejected += int(torch.cat(rows["loss_masks"]).sum() - correction.keep.sum())
-        wanted = torch.cat(torch.autograd.grad(loss, list(log_probs.values())))
-        for rank in REDUCED(layout, (name, way)):
-            torch.testing.assert_close(rank[step].gradient, wanted, rtol=2e-5, atol=2e-6)
-            assert rank[step].loss == pytest.approx(float(loss.detach()), rel=2e-5)
-    assert (rejected > 0) == ("nothing" not in name and "dry" not in name)
+        gradient, report, metrics = expected(name, step)
+        ids = sorted(i for batch in schedule(0, 1)[step] for i in batch)
+        starts = dict(
+            zip(ids, torch.tensor([0, *(samples()[i].response for i in ids)]).cumsum(0).tolist(), strict=False)
+        )
+        whole = torch.full_like(gradient, math.nan)
+        for rank in ranks:
+            for i, here, values in rank[step]["gradients"]:
+                whole[torch.tensor(here, dtype=torch.int64) + starts[i]] = 0.0 if values is None else values
+        torch.testing.assert_close(whole, gradient, rtol=2e-5, atol=2e-6)
+        for key, value in report.items():
+            told = sum(rank[step]["report"][key] for rank in ranks)
+            assert told == pytest.approx(value, rel=5e-5, abs=5e-5), key
+        for rank in ranks if CASES[name].host == "slime" else ():
+            shared = metrics.keys() & rank[step]["metrics"].keys()
+            assert len(shared) > 30
+            for key in shared:
+                assert rank[step]["metrics"][key] == pytest.approx(metrics[key], rel=1e-4, abs=1e-5), key
 
 
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
 @pytest.mark.parametrize("padded", [None, 40])
-def test_ranges_are_those_of_the_tokens_predicted_here(cp: int, padded: int | None):
+def test_ranges_are_those_of_the_tokens_predicted_here(cp: int, padded: int | None) -> None:
     for total in range(2, 26):
         for response in range(1, total):
             for rank in range(cp):
@@ -126,7 +223,7 @@ def test_ranges_are_those_of_the_tokens_predicted_here(cp: int, padded: int | No
                 assert mine == owned(total, total - response, cp, rank, padded)
 
 
-def test_packing_refuses_what_does_not_cover_this_rank_s_tokens():
+def test_packing_refuses_what_does_not_cover_this_rank_s_tokens() -> None:
     batch = {"loss_masks": [torch.ones(5)], "total_lengths": [7], "response_lengths": [5]}
     with pytest.raises(ValueError, match=r"rollout_log_probs of sample 0 has shape \(4,\), but this rank holds 5"):
         pack_local(Namespace(), batch, ParallelGroups(), rollout_log_probs=[torch.zeros(4)])
@@ -151,20 +248,18 @@ def call_tis(args: Namespace, rollout: list[Tensor] | None = None, number: int =
 
 
 @pytest.fixture(autouse=True)
-def _fresh_adapter():
+def _fresh_adapter() -> None:
     slime.ADAPTER.__init__()
     slime.ADAPTER.log = lambda args, metrics: None
 
 
 def whole_loss(args: Namespace, log_probs: Tensor, entropy: Tensor | None = None, **rows: Tensor) -> Any:
     """Our whole loss on the first sample; rows in place of its own."""
-    sample = samples()[0]
-    batch: dict[str, Any] = {name: [values] for name, values in {**sample.rows, **rows}.items()}
-    batch |= {"total_lengths": [sample.total], "response_lengths": [sample.response]}
+    batch = batch_of([0]) | {name: [values] for name, values in rows.items()}
     return slime.ADAPTER.loss(args, batch, [log_probs], None if entropy is None else [entropy], torch.sum)
 
 
-def test_the_entropy_bonus_has_its_gradient_and_without_a_coefficient_is_only_reported():
+def test_the_entropy_bonus_has_its_gradient_and_without_a_coefficient_is_only_reported() -> None:
     """0 times it would be NaN in the loss, and a backward pass over the vocabulary for nothing."""
     sample = samples()[0]
     entropy, log_probs = sample.entropy.clone().requires_grad_(), sample.log_probs.clone().requires_grad_()
@@ -180,7 +275,7 @@ def test_the_entropy_bonus_has_its_gradient_and_without_a_coefficient_is_only_re
 
 @pytest.mark.parametrize("bypass", [False, True])
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
-def test_the_unbiased_kl_has_the_gradient_of_both_factors(kind: str, bypass: bool):
+def test_the_unbiased_kl_has_the_gradient_of_both_factors(kind: str, bypass: bool) -> None:
     """Of r·k(d) it is r·k + r·k'(d), r = π_θ/anchor; the policy loss has none, for its advantages are 0."""
     sample = samples()[0]
     ref = sample.rows["ref_log_probs"].index_fill(0, torch.tensor([1]), -30.0)  # r·k is beyond 10 there
@@ -203,17 +298,29 @@ def test_the_unbiased_kl_has_the_gradient_of_both_factors(kind: str, bypass: boo
     assert float(report["kl_loss"]) == pytest.approx(float((product * mask).sum()), rel=1e-5)
 
 
+def test_a_reducer_of_the_user_s_own_divides_the_policy_loss_alone() -> None:
+    """Over the original masks: what is rejected is 0 in the sum."""
+    masked = ours(2, weights("token", "mask"), rs=REJECTS)
+    log_probs, sample = samples()[0].log_probs, samples()[0]
+    _, plain = whole_loss(arguments(**WHOLE, **masked), log_probs)
+    _, reduced = whole_loss(arguments(**WHOLE, **masked, **REDUCER), log_probs)
+    assert float(reduced["pg_loss"]) == pytest.approx(float(plain["pg_loss"] / sample.rows["loss_masks"].sum()))
+    assert plain["tis_rejected"] == reduced["tis_rejected"] > 0
+
+
 STEP_SCOPE = weights("sequence", "clip", batch_normalize=True, batch_normalize_scope="step")
 BUDGET = {"criteria": ["token:k2:1e-30:share=0.3"]}
 HOOK_NEEDS: list[tuple[dict[str, Any], bool, str]] = [
     (ours(2), False, "rollout_log_probs is missing: algorithm 2"),
     (ours(2, STEP_SCOPE), True, r"custom-megatron-before-train-step-hook-path mismatch_plugin\.hooks\.slime"),
+    (ours(2, STEP_SCOPE) | STEP, True, "batch normalisation over the step needs the hooks around it"),
     (ours(0, rs=BUDGET), True, r"a budget of rs.criteria reads the step before.*before-train-step-hook-path"),
+    (ours(2, gate_kl=1.0) | STEP, True, "--mismatch-gate-kl judges a whole step"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "sampled", "sentence"), HOOK_NEEDS)
-def test_what_the_hook_alone_cannot_have_is_refused(changes: dict[str, Any], sampled: bool, sentence: str):
+def test_what_the_hook_alone_cannot_have_is_refused(changes: dict[str, Any], sampled: bool, sentence: str) -> None:
     rollout = [samples()[0].rows["rollout_log_probs"]] if sampled else None
     with pytest.raises(ValueError, match=sentence):
         call_tis(arguments(**HOOK, **changes), rollout)
@@ -224,22 +331,16 @@ def test_what_the_hook_alone_cannot_have_is_refused(changes: dict[str, Any], sam
 )
 def test_normalisation_deferred_to_the_step_s_end_is_refused_next_to_other_gradients(
     more: Any, experts: int, named: str
-):
+) -> None:
     model = Model()
     if experts:
         model.config.num_moe_experts, model.config.moe_aux_loss_coeff = experts, 0.01
-    args = arguments(**WHOLE, **ours(3, _NORMALISED), **more)
+    args = arguments(**WHOLE, **ours(3, NORMALISED), **more)
     with pytest.raises(ValueError, match=f"policy term must be their only source, but there is also: {named}"):
         slime.before_train_step(args, 0, 0, [model], None, None)
 
 
-def test_a_rollout_without_log_probs_is_refused_before_its_steps():
-    data = {"num_microbatches": [1], "micro_batch_indices": [[0]], "rollout_log_probs": None}
-    with pytest.raises(ValueError, match=r"the rollout batch has no rollout_log_probs.*return_logprob"):
-        slime.rollout_data_postprocess(arguments(**HOOK, **ours(2)), 0, data)
-
-
-def test_a_bad_log_prob_fails_the_step_and_names_its_place_and_without_hooks_makes_the_loss_nan():
+def test_a_bad_log_prob_fails_the_step_and_names_its_place_and_without_hooks_makes_the_loss_nan() -> None:
     sample = samples()[0]
     place = int(sample.rows["loss_masks"].nonzero()[1])
     bad = sample.rows["rollout_log_probs"].index_fill(0, torch.tensor([place]), 3.0)
@@ -254,24 +355,17 @@ def test_a_bad_log_prob_fails_the_step_and_names_its_place_and_without_hooks_mak
     assert call_tis(neutral, [bad])[0].isfinite().all()
 
 
-def test_a_host_s_inf_under_the_mask_stays_out():
+def test_a_host_s_inf_under_the_mask_stays_out() -> None:
     sample = samples()[1]
     padding = sample.rows["loss_masks"] == 0
     assert padding.any()
     loss = torch.where(padding, math.inf, torch.ones(sample.response)).requires_grad_()
     rollout = torch.where(padding, -math.inf, sample.rows["rollout_log_probs"])
-    weighted, masks, _ = call_tis(arguments(**HOOK, **ours(2)), [rollout], 1, pg_loss=loss)
+    weighted, _, _ = call_tis(arguments(**HOOK, **ours(2)), [rollout], 1, pg_loss=loss)
     assert weighted[padding].eq(0).all() and weighted.isfinite().all()
-    assert masks[0] is sample.rows["loss_masks"]
 
 
-def test_normalising_without_hooks_around_the_step_is_the_micro_batch_s_mean():
-    sample = samples()[0]
-    loss, _, _ = call_tis(arguments(**HOOK, **ours(2, _NORMALISED)), [sample.rows["rollout_log_probs"]])
-    assert loss.sum().item() == pytest.approx(float(sample.rows["loss_masks"].sum()), rel=1e-5)  # one sequence: mean 1
-
-
-def test_a_recomputed_loss_counts_once_and_metrics_are_logged_with_the_host_s_step(tmp_path: Path):
+def test_a_recomputed_loss_counts_once_and_metrics_are_logged_with_the_host_s_step(tmp_path: Path) -> None:
     logged = []
     slime.ADAPTER.log = lambda args, metrics: logged.append(metrics)
     args = arguments(**HOOK, **ours(2, report_dir=str(tmp_path)))
@@ -289,17 +383,21 @@ def test_a_recomputed_loss_counts_once_and_metrics_are_logged_with_the_host_s_st
     assert line.pop("step") == 17
     assert line.pop("statistics")["sums"]["one@tokens"] == logged[0]["train/rollout_corr/tokens"]
     assert line == {name.removeprefix("train/"): v for name, v in logged[0].items() if name != "train/step"}
+    other = arguments(**HOOK, **ours(0, report_dir=str(tmp_path)))
+    with pytest.raises(ValueError, match="give this run another folder"):
+        slime.before_train_step(other, 6, 0, [Model()], None, None)
 
 
-def test_a_critic_s_steps_are_left_alone():
-    model = Model()
+def test_a_critic_s_steps_are_left_alone() -> None:
+    model, args = Model(), arguments(**ours(2), loss_type="value_loss")
     before = model.config.finalize_model_grads_func
-    slime.before_train_step(arguments(**ours(2), loss_type="value_loss"), 0, 0, [model], None, None)
+    slime.rollout_data_postprocess(args, 0, {})
+    slime.before_train_step(args, 0, 0, [model], None, None)
     assert model.config.finalize_model_grads_func is before
 
 
 @pytest.mark.parametrize("algorithm", [0, 1])
-def test_a_budget_goes_from_step_to_step(algorithm: int):
+def test_a_budget_goes_from_step_to_step(algorithm: int) -> None:
     """The first step has the bound as written, which rejects all; the next keep what the share leaves."""
     args = arguments(**(WHOLE if algorithm else HOOK), **ours(algorithm, rs=BUDGET))
     sample, kept = samples()[0], []

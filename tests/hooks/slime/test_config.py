@@ -15,19 +15,17 @@ import pytest
 
 import mismatch_plugin as mp
 from mismatch_plugin.hooks import miles, slime
-from tests.hooks.contracts.slime_cases import SHIPPED, custom, hooked, ours
-from tests.hooks.contracts.slime_data import arguments
+from tests.hooks.contracts.slime_data import REDUCER, SHIPPED, arguments, custom, hooked, ours, stepped
 
 HOSTS: dict[str, Any] = {"slime": slime, "miles": miles}
 hosts = pytest.mark.parametrize("host", HOSTS)
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 Changes = dict[str, Any]
 TWICE = {"use_rollout_logprobs": True, "use_tis": True}
-HOOK, WHOLE = hooked("slime"), custom("slime")
+HOOK, WHOLE, STEP = hooked("slime"), custom("slime"), stepped("slime")
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
 GSPO = {"advantage_estimator": "gspo"}
 VETO = {"rs": {"veto_threshold": 1e-4}}
-STEP = {"custom_megatron_before_train_step_hook_path": "mismatch_plugin.hooks.slime.before_train_step"}
 NO_METRICS = {"get_mismatch_metrics": False}
 
 # A user's mistakes ----------------------------------------------------------------------------------------------------
@@ -67,10 +65,10 @@ MISTAKES: list[tuple[Changes, Changes, str]] = [
     (WHOLE, {**ours(2, terms={"kl_importance_weighted": True}), **KL, "use_unbiased_kl": True}, "both weigh the KL"),
     (WHOLE, ours(2) | {"custom_tis_function_path": "mine.tis"}, "mine.tis is another correction, which slime does not"),
     (HOOK, {"use_tis": True, "tis_clip": "high"}, "tis_clip is 'high'"),  # in YAML
-    (HOOK, ours(2, gate_kl=1e-3), r"judges a whole step, known only to its hook: .* mismatch_plugin\.hooks\.slime\.be"),
+    (HOOK, ours(2, gate_kl=1e-3), r"--mismatch-gate-kl needs the plugin's before_train_step: set .*\.slime"),
     (HOOK | STEP, ours(0, gate_kl=1e-3) | NO_METRICS, "rejection or the gate is asked for, but .* add --get-mismatch-"),
     (STEP, ours(1, gate_kl=1e-3), "policy_loss cannot run algorithm 1"),
-    (HOOK, ours(2, {"batch_normalize": True, "batch_normalize_scope": "step"}), "needs the mean weight of a whole ste"),
+    (HOOK, ours(2, {"batch_normalize": True, "batch_normalize_scope": "step"}), "scope step needs the plugin's before"),
     (HOOK, {"use_tis": True, "mismatch_metric": 1}, "setting 'mismatch_metric' is unknown: did you mean mismatch_metr"),
     (HOOK, {"use_tis": True, "mismatch_colour": 1}, "setting 'mismatch_colour' is unknown"),
     (HOOK, {"use_tis": True, "tis_levle": 1}, "setting 'tis_levle' is unknown: did you mean tis_level"),
@@ -196,59 +194,39 @@ def described(host: str = "slime", **changes: Any) -> str:
 
 
 SEQUENCE = {"level": "sequence", "batch_normalize": True}
-POST = {"rollout_data_postprocess_path": "HOST.rollout_data_postprocess"}
-STEPS = {"custom_megatron_before_train_step_hook_path": "HOST.before_train_step"} | POST
-OPSM = {"use_opsm": True}
-REDUCER = {"custom_pg_loss_reducer_function_path": "mine.reducer"}
-PER_TOKEN = {"calculate_per_token_loss": True}
-TOP_P = {"rollout_top_p": 0.9}
-BLOCK: list[tuple[str, Changes, str]] = [
-    ("whole", ours(3, SEQUENCE) | STEPS, "through: HOST.policy_loss\n"),
-    ("whole", ours(3, SEQUENCE) | STEPS, "divided as in NAME: per rollout, then over rollouts; rejected tokens still"),
-    ("whole", ours(3, SEQUENCE) | STEPS, "gradients are divided by the mean weight at its end, the logged loss is not"),
-    ("whole", ours(3) | STEPS, "second forward pass: no\n"),
-    ("whole", ours(3) | {"get_mismatch_metrics": True}, "second forward pass: yes, for --get-mismatch-metrics alone"),
-    ("hook", ours(2) | {"skip_actor_forward_only": True}, "second forward pass: no (--skip-actor-forward-only)"),
-    ("hook", ours(2), "second forward pass: yes (NAME skips it when a rollout is one step)"),
-    ("hook", ours(2), "through: NAME's policy_loss with HOST.tis_function\n"),
-    ("hook", ours(2, SEQUENCE) | PER_TOKEN, "divided as in NAME: by the step's tokens; rejected tokens still count"),
-    ("hook", ours(2, SEQUENCE), "over: each micro-batch; for the optimizer step set --custom-megatron-before-train-s"),
-    ("hook", ours(2, SEQUENCE | {"batch_normalize_scope": "micro_batch"}), "batch normalisation over: each micro-batc"),
-    ("hook", ours(2), "\n! no step metrics"),
-    ("hook", ours(0, **VETO) | REDUCER, "divided by mine.reducer, which gets the masks without rejected tokens"),
-    ("hook", ours(2) | REDUCER, "divided by mine.reducer, which gets the masks\n"),
-    ("hook", ours(2) | REDUCER, "entropy and KL terms: over all response tokens"),
-    ("whole", ours(3, SEQUENCE) | {"eps_clip_high": 0.28}, "! ppo.eps_clip_high 0.28 changes nothing"),
-    ("whole", ours(2) | GSPO, "gspo by --advantage-estimator: the plugin's, ε as --eps-clip and --eps-clip-high have "),
-    ("hook", ours(2) | GSPO, "gspo by --advantage-estimator: NAME's own"),
-    ("hook", ours(2) | OPSM, "--use-opsm: NAME's own, which judges π_θ against π_old"),
-    ("whole", ours(0) | OPSM, "--use-opsm: a criterion against π_rollout, the sampler; NAME's own policy_loss takes π"),
-    ("whole", ours(1) | OPSM, "--use-opsm: a criterion; a sequence is judged by its mean advantage"),
-    ("whole", ours(1) | KL | {"use_unbiased_kl": True}, "--use-unbiased-kl: the KL times π_θ/π_rollout"),
-    ("whole", ours(2) | KL | {"use_unbiased_kl": True}, "--use-unbiased-kl: the KL times π_θ/π_old"),
-    ("hook", {"use_tis": True, "mismatch_preset": "geo_rs"}, "! preset geo_rs is algorithm 0 (PPO), and"),
+MICRO_BATCH = {**SEQUENCE, "batch_normalize_scope": "micro_batch"}
+BLOCK: list[tuple[Changes, str]] = [
+    (WHOLE | ours(3, SEQUENCE), "through: mismatch_plugin.hooks.slime.policy_loss\n"),
+    (WHOLE | ours(3, SEQUENCE) | STEP, "divided as in slime: per rollout, then over rollouts; rejected tokens"),
+    (WHOLE | ours(3, SEQUENCE) | STEP, "batch normalisation over: the optimizer step\n"),
+    (WHOLE | ours(3), "second forward pass: no\n"),
+    (WHOLE | ours(3) | {"get_mismatch_metrics": True}, "second forward pass: yes, for --get-mismatch-metrics alone"),
+    (WHOLE | ours(3, SEQUENCE) | {"eps_clip_high": 0.28}, "! ppo.eps_clip_high 0.28 changes nothing"),
+    (WHOLE | ours(2), "second forward pass: yes\n"),
+    (HOOK | ours(2), "second forward pass: yes (slime skips it when a rollout is one step)"),
+    (HOOK | ours(2) | {"skip_actor_forward_only": True}, "second forward pass: no (--skip-actor-forward-only)"),
+    (HOOK | ours(2), "through: slime's policy_loss with mismatch_plugin.hooks.slime.tis_function\n"),
+    (HOOK | ours(2) | {"calculate_per_token_loss": True}, "divided as in slime: by the step's tokens; rejected"),
+    (HOOK | ours(2, SEQUENCE), "over: each micro-batch; for the optimizer step set --custom-megatron-before-train"),
+    (HOOK | ours(2, MICRO_BATCH) | STEP, "batch normalisation over: each micro-batch\n"),
+    (HOOK | ours(2) | REDUCER, "divided by tests.hooks.contracts.slime_data.accepted_mean\n"),
+    (HOOK | {"use_tis": True, "mismatch_preset": "geo_rs"}, "! preset geo_rs is algorithm 0 (PPO), and"),
+    (HOOK | ours(2) | {"rollout_top_p": 0.9}, "sampling filter: top_p 0.9; every log-prob of slime's"),
 ]  # fmt: skip
 
 
-@hosts
-@pytest.mark.parametrize(("way", "changes", "line"), BLOCK)
-def test_the_block_says_what_runs_and_who_divides(host: str, way: str, changes: Changes, line: str) -> None:
-    module = f"mismatch_plugin.hooks.{host}"
-    paths = hooked(host) if way == "hook" else custom(host)
-    filled = {name: str(v).replace("HOST", module) if name.endswith("_path") else v for name, v in changes.items()}
-    text = described(host, **paths, **filled)
-    assert line.replace("HOST", module).replace("NAME", host) in text
-    assert ("no step metrics" in text) != ("custom_megatron_before_train_step_hook_path" in changes)
+@pytest.mark.parametrize(("changes", "line"), BLOCK)
+def test_the_block_says_what_runs_and_who_divides(changes: Changes, line: str) -> None:
+    text = described(**changes)
+    assert line in text
+    assert ("\n! no step metrics" in text) != (STEP.items() <= changes.items())
+    assert ("sampling filter" in text) == ("rollout_top_p" in changes)
 
 
-def test_the_block_says_what_differs_between_the_hosts() -> None:
-    for host in HOSTS:
-        hooks = {name: value.replace("HOST", f"mismatch_plugin.hooks.{host}") for name, value in STEPS.items()}
-        text = described(host, **hooked(host), **ours(2, SEQUENCE), **hooks, **TOP_P)
-        assert ("its mean weight is known before it" in text) == (host == "slime")
-        assert ("sampling filter: top_p 0.9; every log-prob of slime's" in text) == (host == "slime")
-        assert (f"{host} passes no mask on: sample with top_p 1" in text) == (host == "miles")
-        assert "sampling filter" not in described(host, **hooked(host), **ours(2))
+def test_miles_has_no_mask_of_a_sampling_filter() -> None:
+    text = described("miles", **hooked("miles"), **ours(2), rollout_top_p=0.9)
+    assert "miles's policy_loss with mismatch_plugin.hooks.miles.tis_function\n" in text
+    assert "miles passes no mask on: sample with top_p 1" in text and "every log-prob of" not in text
 
 
 def test_the_shipped_mis_yaml_runs_with_the_tis_path_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,21 +13,17 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.hooks import slime
-from mismatch_plugin.hooks.slime.config import validate_groups
 from mismatch_plugin.launch.__main__ import prepare
 from tests.core.test_groups import plain
 from tests.distributed.launch import launch
 from tests.full import FULL
 from tests.hooks.contracts.launch_trees import ray_tree
-from tests.hooks.contracts.slime_cases import hooked, ours, weights
-from tests.hooks.contracts.slime_data import arguments, owned, samples
-from tests.hooks.contracts.slime_worker import Model, initialize
+from tests.hooks.contracts.slime_data import Model, arguments, batch_of, hooked, initialize, ours, samples, weights
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 
 RAW = [1.0, 0.0, 0.5, 0.0, 1.0, 0.25, 1.0, 0.0]  # two groups of four neighbours; sample 6 trains nothing
 SIZE, PATH = 4, "mismatch_plugin.hooks.slime.group_advantages"
-IDS = [i // SIZE for i in range(len(RAW))]
 SEVERAL = {"criteria": ["sequence_mean:ratio:0.9:1.05"]}  # samples 2 and 3 are further away
 EXCLUDE = {**SEVERAL, "group": "exclude"}
 LAYOUTS = {"one": (1, 1), "dp2": (1, 2), "cp4": (4, 4), "cp2 dp2": (2, 4)}
@@ -48,40 +44,32 @@ class Case:
 def host_arguments(case: Case) -> Namespace:
     settings = ours(2, weights("token", "truncate"), rs=case.rs)
     groups = {"n_samples_per_prompt": SIZE, "rollout_batch_size": 2, "grpo_std_normalization": case.scaled}
-    more = {"get_mismatch_metrics": True, "custom_advantage_function_path": PATH, **groups, **case.changes}
-    return arguments(**{**hooked("slime"), **settings, **more})
+    own = {"custom_advantage_function_path": PATH, "custom_megatron_init_path": "mismatch_plugin.hooks.slime.init"}
+    return arguments(**{**hooked("slime"), **settings, "get_mismatch_metrics": True, **own, **groups, **case.changes})
 
 
-def normalised(raw: list[float], scaled: bool) -> list[float]:
+def normalised(scaled: bool) -> list[float]:
     """As slime's driver: float32, centred, then divided by the deviation of that."""
-    table = torch.tensor(raw, dtype=torch.float).reshape(-1, SIZE)
+    table = torch.tensor(RAW, dtype=torch.float).reshape(-1, SIZE)
     table = table - table.mean(dim=-1, keepdim=True)
     return (table / (table.std(dim=-1, keepdim=True) + 1e-6) if scaled else table).flatten().tolist()
 
 
 def rollout(case: Case, rank: int, ranks: int, cp_rank: int) -> dict[str, Any]:
     """What slime holds of a rollout on one rank; samples are dealt out in turn, so that every group is split."""
-    places = list(range(len(RAW)))[rank::ranks]
-    chosen, rewards = [samples()[i] for i in places], normalised(RAW, case.scaled)
-    at = [owned(sample.total, sample.prompt, case.cp, cp_rank) for sample in chosen]
-    local = {
-        name: [sample.rows[name][mine] for sample, mine in zip(chosen, at, strict=True)]
-        for name in ("log_probs", "rollout_log_probs")
-    }
-    return local | {
-        "partition": places,
-        "raw_reward": case.rewards,
-        "rewards": [rewards[i] for i in places],
-        "loss_masks": [sample.rows["loss_masks"] for sample in chosen],
-        "total_lengths": [sample.total for sample in chosen],
-        "response_lengths": [sample.response for sample in chosen],
-        "kl": [torch.zeros_like(part) for part in local["log_probs"]],
-    }
+    places, rewards = list(range(len(RAW)))[rank::ranks], normalised(case.scaled)
+    data = batch_of(places, case.cp, cp_rank)
+    del data["advantages"]
+    own = {"partition": places, "raw_reward": case.rewards, "rewards": [rewards[i] for i in places]}
+    return data | own | {"kl": [torch.zeros_like(part) for part in data["log_probs"]]}
 
 
 def advantages_of(case: Case) -> Any:
-    """({sample: its advantages here}, metrics), or the error, on one rank."""
-    state = initialize(1, case.cp)
+    """({sample: its advantages here}, metrics), or the error, on one rank; then what slime's tracker gets of a step."""
+    state = initialize(case.cp)
+    slime.ADAPTER.__init__()
+    slime.ADAPTER.log = lambda args, metrics: logged.append(metrics)
+    logged: list[dict[str, float]] = []
     args, cp_rank = host_arguments(case), state.get_context_parallel_rank()
     data = rollout(case, state.get_data_parallel_rank(), state.get_data_parallel_world_size(), cp_rank)
     if case.versions:
@@ -93,7 +81,14 @@ def advantages_of(case: Case) -> Any:
         return f"{error}"
     assert all(a is b for a, b in zip(data["advantages"], data["returns"], strict=True))
     assert [a.shape for a in data["advantages"]] == [part.shape for part in data["log_probs"]]
-    return dict(zip(data["partition"], data["advantages"], strict=True)), slime.ADAPTER.run.rollout_metrics
+    model = Model()
+    slime.before_train_step(args, 0, 0, [model], None, None)
+    slime.ADAPTER.loss(args, data, data["log_probs"], None, lambda values: values.sum())
+    model.config.finalize_model_grads_func([model])
+    found = slime.ADAPTER.run.metrics
+    metrics = {name: found[f"rollout_corr/rollout_rs_group_{name}_fraction"] for name in ("changed", "dropped")}
+    assert not logged or logged[0]["train/rollout_corr/rollout_rs_group_changed_fraction"] == metrics["changed"]
+    return dict(zip(data["partition"], data["advantages"], strict=True)), metrics
 
 
 def wanted(case: Case) -> list[float]:
@@ -106,7 +101,8 @@ def wanted(case: Case) -> list[float]:
         packed = mp.PackedSequences.from_lists(**rows)
         kept = (mp.correct(packed, slime.settings(host_arguments(case))).kept_N > 0).tolist()
     assert 0 < sum(kept) < len(kept)
-    return plain(RAW, IDS, kept, normalize=case.scaled, least=case.rs.get("min_group", 1))
+    ids = [i // SIZE for i in range(len(RAW))]
+    return plain(RAW, ids, kept, normalize=case.scaled, least=case.rs.get("min_group", 1))
 
 
 ACCEPTED = {
@@ -116,73 +112,43 @@ ACCEPTED = {
     "drop both": Case({**SEVERAL, "group": "drop", "min_group": 4}),
     # more than one version old: 2 of the first group (and 6, which trains nothing, of the second)
     "stale": Case({"max_staleness": 1, "group": "exclude"}, versions=(5, 5, 3, 4, 5, 4, 0, 5)),
+    # but for 6 as slime has it
+    "all that train": Case({"criteria": ["sequence_mean:ratio:0.01:100"], "group": "exclude"}),
 }
+DROPPED = {"drop": 0.5, "drop both": 1.0}
 REFUSED = {
     # a sample's metadata may replace raw_reward after slime has normalised its rewards: here one, on one rank
     "slime's rewards are not its raw_reward": Case(EXCLUDE, rewards=[*RAW[:7], 9.0]),
     "8 samples, not --rollout-batch-size 3 groups of": Case(EXCLUDE, changes={"rollout_batch_size": 3}),
-    "add --get-mismatch-metrics": Case(EXCLUDE, changes={"get_mismatch_metrics": False}),
     " has no weight version|another rank cannot say which": Case(
         {"max_staleness": 1, "group": "exclude"}, versions=(5, 5, 3, 4, 5, None, 0, 5)
     ),
 }
 
 
-def check(case: Case, ranks: list[Any]) -> list[float]:
-    """The advantage of each sample: the same on all that hold its tokens, and on every token."""
-    expected, seen = wanted(case), [0] * len(RAW)
-    for found, metrics in ranks:
-        assert metrics == ranks[0][1] and len(metrics) == 3
-        for sample, values in found.items():
-            seen[sample] += values.numel()
-            assert values.dtype == torch.float32
-            torch.testing.assert_close(values, torch.full_like(values, expected[sample]), rtol=1e-5, atol=1e-6)
-    assert seen == [sample.response for sample in samples()]
-    return expected
-
-
 @pytest.mark.parametrize("layout", LAYOUTS if FULL else ["dp2", "cp2 dp2"])
 def test_groups_split_over_ranks_equal_one_process(layout: str) -> None:
-    """And what cannot be known on one rank is refused on every rank."""
+    """On every rank that holds tokens of a sample, and on each of them; every step logs what changed. What cannot be
+    known on one rank is refused on every rank."""
     cp, processes = LAYOUTS[layout]
     cases = [Case(**{**vars(case), "cp": cp}) for case in (*ACCEPTED.values(), *REFUSED.values())]
     found = launch(advantages_of, cases, processes, timeout=120.0)
-    expected = {name: check(case, ranks) for name, case, ranks in zip(ACCEPTED, cases, found, strict=False)}
-    assert any(expected["exclude"]) and not any(expected["drop both"])
-    assert expected["drop"] != expected["exclude"], "one group has two accepted responses"
-    dropped = [ranks[0][1]["rollout_corr/rollout_rs_group_dropped_fraction"] for ranks in found[: len(ACCEPTED)]]
-    assert dropped == [0.0, 0.0, 0.5, 1.0, 0.0]
+    for (name, case), ranks in zip(ACCEPTED.items(), found, strict=False):
+        expected, seen = wanted(case), [0] * len(RAW)
+        for advantages, metrics in ranks:
+            assert metrics["dropped"] == DROPPED.get(name, 0.0), name
+            assert metrics["changed"] > 0
+            for sample, values in advantages.items():
+                seen[sample] += values.numel()
+                assert values.dtype == torch.float32
+                torch.testing.assert_close(values, torch.full_like(values, expected[sample]), rtol=1e-5, atol=1e-6)
+        assert seen == [sample.response for sample in samples()]
+        assert any(expected) == (name != "drop both")
+        assert name != "all that train" or expected[:4] == pytest.approx(normalised(True)[:4], abs=1e-6)
     for sentences, errors in zip(REFUSED, found[len(ACCEPTED) :], strict=True):
         parts = sentences.split("|")
         assert all(any(part in error for part in parts) for error in errors), errors
         assert sum(parts[0] in error for error in errors) == (len(errors) if len(parts) == 1 else cp)
-
-
-def logged_of(case: Case) -> list[dict[str, float]]:
-    """What slime's tracker gets of two steps on a rollout."""
-    initialize(1, 1)
-    args, logged, data = host_arguments(case), [], rollout(case, 0, 1, 0)
-    slime.ADAPTER.log = lambda args, metrics: logged.append(metrics)
-    slime.group_advantages(args, data)
-    for step in range(2):
-        model = Model()
-        slime.before_train_step(args, 0, step, [model], None, None)
-        slime.ADAPTER.loss(args, data, [sample.log_probs for sample in samples()], None, lambda values: values.sum())
-        model.config.finalize_model_grads_func([model])
-    return [*logged, {str(i): float(values[0]) for i, values in enumerate(data["advantages"])}]
-
-
-def test_every_step_logs_what_changed_and_all_accepted_is_what_slime_has() -> None:
-    accepted = Case({"criteria": ["sequence_mean:ratio:0.01:100"], "group": "exclude"})
-    (dropping,), (keeping,) = launch(logged_of, [ACCEPTED["drop"], accepted], 1, timeout=120.0)
-    changed, dropped = (f"train/rollout_corr/rollout_rs_group_{name}_fraction" for name in ("changed", "dropped"))
-    for metrics in dropping[:2]:
-        assert (metrics[dropped], metrics[changed]) == (0.5, 1.0) and "train/rollout_corr/kl" in metrics
-    assert keeping[0][changed] == 0.5  # by the sample that trains nothing
-    assert [keeping[2][str(i)] for i in range(4)] == pytest.approx(normalised(RAW, True)[:4], abs=1e-6)
-
-
-# What is set and refused ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -198,16 +164,13 @@ def test_every_step_logs_what_changed_and_all_accepted_is_what_slime_has() -> No
     ],
 )
 def test_what_would_not_form_these_advantages_is_refused(changes: dict[str, Any], message: str) -> None:
-    """At the start, and where a user sets the hook alone: weights would run, and rs.group would do nothing."""
-    config = slime.settings(host_arguments(Case(EXCLUDE)))
+    """Wherever a hook reads its settings: weights would run, and rs.group would do nothing."""
     for fine in ({}, {"advantage_estimator": "gspo"}):
-        validate_groups(host_arguments(Case(EXCLUDE, changes=fine)), config, "slime")
+        slime.check(host_arguments(Case(EXCLUDE, changes=fine)))
     with pytest.raises(ValueError, match=message):
-        validate_groups(host_arguments(Case(EXCLUDE, changes=changes)), config, "slime")
-    with pytest.raises(ValueError, match=message):
-        slime.ADAPTER.config(host_arguments(Case(EXCLUDE, changes=changes)), whole=False)
+        slime.ADAPTER.config(host_arguments(Case(EXCLUDE, changes=changes)))
     with pytest.raises(ValueError, match="group_advantages needs --rs-group exclude or drop: add it"):
-        validate_groups(host_arguments(Case({})), slime.settings(host_arguments(Case({}))), "slime")
+        slime.check(host_arguments(Case({})))
 
 
 def test_the_launcher_sets_what_it_takes(tmp_path: Path) -> None:

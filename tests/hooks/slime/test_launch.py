@@ -27,7 +27,7 @@ from mismatch_plugin.launch.command_line import read_command_line
 from mismatch_plugin.report.log import write_step
 from tests.hooks.contracts.launch_parsers import host_parser
 from tests.hooks.contracts.launch_trees import Outcome, launch, ray_tree, run
-from tests.hooks.contracts.slime_cases import SHIPPED
+from tests.hooks.contracts.slime_data import SHIPPED
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 ADAPTERS: dict[str, RayAdapter] = {"slime": slime.ADAPTER, "miles": miles.ADAPTER}
@@ -171,40 +171,27 @@ def test_a_mis_yaml_runs_under_the_launcher(host: str, tmp_path: Path) -> None:
         assert len([line for line in lines if "tis.lower_bound 0.5 bounds no weight" in line]) == 1
 
 
-def test_without_the_launcher_the_settings_ride_in_the_host_s_yaml(tmp_path: Path) -> None:
-    """The path arguments, and --custom-config-path with our settings: the host puts every key on its arguments."""
-    text = "use_tis: true\ntis_level: sequence\nrs_criterion: ['token:k2:0.5']\nmismatch_metrics: off\n"
-    hook = "--custom-tis-function-path mismatch_plugin.hooks.slime.tis_function"
-    done = run(ray_tree(tmp_path / "tree", "slime"), f"{hook} {_yaml(tmp_path, text)}")
-    config = ADAPTERS["slime"].check(args_of(done))
-    assert config and (config.algorithm, config.tis.level, config.metrics) == (2, "sequence", "off")
-    assert [criterion.name for criterion in config.criteria] == ["token_k2"]
-
-
 # A user's mistakes ----------------------------------------------------------------------------------------------------
 
 IN_YAML = [
     ("tis_levle: token\n", "--use-tis", "setting 'tis_levle' is unknown: did you mean tis_level"),
-    ("mismatch_colour: red\n", "", "setting 'mismatch_colour' is unknown"),
     ("loss_type: policy_loss\n", BOTH, "--loss-type policy_loss contradicts algorithm 3"),
     ("tis_mode: clip\n", "--use-tis --tis-level token", "are in --custom-config-path .* and on the command line"),
     ("- 1\n", "--use-tis", "holds a list, not a mapping"),
-    ("tis_upper_bound: lots\n", "--use-tis", "tis_upper_bound"),
     ("tis_mode: [\n", "--use-tis", r"--custom-config-path .*mis\.yaml is not valid YAML: "),
 ]
 ON_THE_LINE = [
     ("--use-tis --custom-config-path nowhere.yaml", r"--custom-config-path nowhere\.yaml does not exist"),
     (f"{BOTH} --loss-type policy_loss", r"contradicts algorithm 3 .*: .* count twice. Leave --loss-type out"),
     ("--use-rollout-log-probs --rs-criterion token:k2:1 --loss-type policy_loss", "contradicts algorithm 1 .* compare"),
-    ("--use-tis --loss-type custom_loss --custom-loss-function-path mine.loss", "mine.loss is another loss"),
+    ("--use-tis --loss-type custom_loss --custom-loss-function-path mine.loss", "mine.loss is another loss, in"),
     ("--use-tis --custom-tis-function-path mine.tis", "mine.tis is another correction, and"),
     (f"{BOTH} --custom-tis-function-path mine.tis", "mine.tis is another correction, which .* does not call"),
     ("--use-tis --mismatch-objective gspo --loss-type policy_loss", "contradicts --mismatch-objective gspo: .* comput"),
-    ("--use-tis --loss-type sft_loss", "--loss-type sft_loss is no policy loss, so that nothing would be corrected"),
-    ("--mismatch-metrics full --loss-type value_loss", "--loss-type value_loss is no policy loss, so that nothing wou"),
+    ("--use-tis --loss-type sft_loss", "--loss-type sft_loss is another loss, in which nothing would be corrected"),
     (
         f"--use-tis --tis-batch-normalize --tis-batch-normalize-scope step {STEP_HOOK} mine.step",
-        "--tis-batch-normalize-scope step needs the mean weight of a whole step, known only to its hook",
+        "--tis-batch-normalize-scope step needs the plugin's before_train_step: set",
     ),
 ]  # fmt: skip
 
