@@ -128,8 +128,8 @@ class Host:
     door: what to do without the launcher, one sentence.
     paste: what runs our settings there, `{flags}` or `{python}` standing for them.
     trainer: what the launcher is put before. reads: (module, function) pairs; a call of one means that the command line
-    has been read in this process. starters: modules that only scripts import whose trainer runs in another program.
-    hands_on: for hosts whose patched parser takes our flags in any process, where such scripts have them written.
+    has been read in this process. starters: modules that only scripts import whose trainer runs in another program;
+    a patched parser takes our flags there.
     needs_patch: what of a configuration only a patched tree can do; "" where it needs none.
 
     dumps: names of `data.formats.FORMATS` that it writes. metrics: what it records without us: its name → ours.
@@ -157,7 +157,6 @@ class Host:
     trainer: str = "train.py"
     reads: tuple[tuple[str, str], ...] = ()
     starters: tuple[str, ...] = ()
-    hands_on: str = ""
     needs_patch: Callable[[MismatchConfig], str] = lambda config: ""
     dumps: tuple[str, ...] = ()
     metrics: Mapping[str, str] = field(default_factory=dict)

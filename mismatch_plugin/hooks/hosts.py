@@ -10,8 +10,12 @@ from mismatch_plugin.hooks.base import Host, Lack
 _APPLY = "mismatch-plugin patch apply --host {} --root DIR"
 _OWN_LOG_PROBS = Lack("it computes log-probs itself")
 _OWN_COUNT = Lack("it counts tokens before anything is rejected", "Choose auto or original.")
-_NO_STATE = Lack("nothing of ours passes from step to step there", "Leave the budget out; the bound stays.")
-_UNWATCHED = Lack("its weight updates are not watched")
+_LOSS_ALONE = {
+    "log_probs": _OWN_LOG_PROBS,
+    "budgets": Lack("nothing of ours passes from step to step there", "Leave the budget out; the bound stays."),
+    "updates": Lack("its weight updates are not watched"),
+}
+"""What cannot be had where our loss is called and nothing else of ours runs."""
 _MIS = (
     *("kl", "k3_kl", "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio", "training_ppl", "training_log_ppl"),
     *("rollout_ppl", "rollout_log_ppl", "chi2_token", "chi2_seq"),
@@ -46,7 +50,6 @@ SLIME = Host(
     paste="ray job submit … -- python3 -m mismatch_plugin.launch train.py … {flags}",
     reads=(("slime.utils.arguments", "parse_args"),),
     starters=("slime.utils.external_utils.command_utils",),
-    hands_on="among the arguments that the script hands on",
     needs_patch=lambda config: "rs.max_staleness" if config.rs.max_staleness is not None else "",
     dumps=("slime", "slime_train"),
     metrics={
@@ -78,7 +81,6 @@ MILES = Host(
     paste=SLIME.paste,
     reads=(("miles.utils.arguments", "parse_args"),),
     starters=("miles.utils.external_utils.command_utils",),
-    hands_on=f'{SLIME.hands_on} (--extra-args "--use-tis …")',
     dumps=("miles_train",),
 )
 
@@ -169,6 +171,7 @@ VERL = Host(
         "use_tis": f"{_RC}.rollout_is (in bypass mode loss_type)",
     },
     lacks={
+        **_LOSS_ALONE,
         "current_policy": Lack("its driver rejects before π_θ is there", "Choose auto.", _on_driver, _BYPASS),
         "conditions": Lack(
             "its driver rejects before advantages", "Take the condition away, or set it.", _on_driver, _BYPASS
@@ -184,11 +187,6 @@ VERL = Host(
             "its rollout correction is not told which weights train",
             "Set trainer.v1's max_off_policy_threshold, or async_training.staleness_threshold.",
         ),
-        "log_probs": Lack(
-            "it computes log-probs itself", "Leave it out, or set actor_rollout_ref.model.use_fused_kernels."
-        ),
-        "budgets": _NO_STATE,
-        "updates": _UNWATCHED,
     },
     scope=lambda config: "rollout_batch" if _on_driver(config) else "micro_batch",
     block="mismatch",
@@ -230,11 +228,9 @@ NEMO_RL = Host(
         "rs.": "loss_fn.truncated_importance_sampling_…",
     },
     lacks={
+        **_LOSS_ALONE,
         "accepted": _OWN_COUNT,
         "versions": Lack("its loss is told no weight versions", "Set grpo.async_grpo.max_trajectory_age_steps."),
-        "log_probs": _OWN_LOG_PROBS,
-        "budgets": _NO_STATE,
-        "updates": _UNWATCHED,
     },
     scope=lambda config: "micro_batch",
     block="mismatch",
@@ -272,6 +268,7 @@ TRL = Host(
         "terms.kl": "beta",
     },
     lacks={
+        **_LOSS_ALONE,
         "bypass": Lack(
             "the weights of 3 change with π_θ, which only its loss has (1 is had)",
             "Leave one of <use_tis> and <use_rollout_log_probs> out.",
@@ -283,9 +280,6 @@ TRL = Host(
         "versions": Lack("its batch holds no weight versions"),
         "normalisation": Lack("its weights are made once a generation, by each process for its own samples"),
         "accepted": Lack("it divides by the original masks", "Choose auto or original."),
-        "log_probs": _OWN_LOG_PROBS,
-        "budgets": _NO_STATE,
-        "updates": _UNWATCHED,
         "report": Lack("its trackers get the metrics (report_to)"),
     },
     denominator="TRL's `loss_type`",
@@ -319,6 +313,7 @@ SKYRL = Host(
         "terms.kl": f"{_ALGORITHM}.use_kl_loss, kl_loss_coef and kl_estimator_type",
     },
     lacks={
+        **_LOSS_ALONE,
         "penalty": Lack("its advantages carry the divisor, which a penalty without advantage would lack"),
         "groups": _NO_GROUPS,
         "versions": Lack("its loss gets no weight versions", "Set trainer.fully_async.max_staleness_steps."),
@@ -326,9 +321,6 @@ SKYRL = Host(
         "accepted": Lack(
             "its advantages arrive divided by all tokens or sequences of the mini-batch", "Choose auto or original."
         ),
-        "log_probs": _OWN_LOG_PROBS,
-        "budgets": _NO_STATE,
-        "updates": _UNWATCHED,
         "report": Lack("its tracker gets the metrics"),
     },
     denominator="SkyRL's `loss_reduction`",
@@ -353,6 +345,7 @@ PRIME_RL = Host(
     version_file="../pyproject.toml",
     owns={"aggregation": "", "length_norm": "", "terms.entropy_coef": ""},
     lacks={
+        **_LOSS_ALONE,
         "old_log_probs": Lack(
             "it makes one optimizer step a batch and no log-probs of π_old",
             "Set <use_rollout_log_probs> (algorithm 1, and with <use_tis> 3).",
@@ -362,9 +355,6 @@ PRIME_RL = Host(
         "normalisation": Lack("its loss sees one sequence at a time"),
         "gate": Lack("its loss sees one sequence at a time"),
         "accepted": _OWN_COUNT,
-        "log_probs": _OWN_LOG_PROBS,
-        "budgets": _NO_STATE,
-        "updates": _UNWATCHED,
         "report": Lack("its monitors get the metrics"),
     },
     denominator="the step's tokens, counted by prime-rl",
@@ -386,8 +376,8 @@ def host_name(given: str) -> str:
     return next((host.name for host in HOSTS.values() if plain in host.spellings), plain)
 
 
-def find_host(name: str, what: str = "host") -> Host:
-    """The host of that name, in whatever spelling. Raises ValueError for an unknown one, which it calls `what`."""
+def find_host(name: str) -> Host:
+    """The host of that name, in whatever spelling. Raises ValueError for an unknown one."""
     if (host := HOSTS.get(host_name(name))) is None:
-        raise unknown(what, name, HOSTS)
+        raise unknown("host", name, HOSTS)
     return host

@@ -195,14 +195,10 @@ def test_a_driver_that_rejects_everything_or_tries_it_leaves_the_mask(ours: dict
 
 def test_batches_that_the_driver_refuses() -> None:
     data, config = padded(), settings(block(rollout_is="token"))
-    for change, sentence in (
-        ({"rollout_log_probs": torch.zeros(4, 5)}, "rollout_log_probs has shape (4, 5), response_mask (4, 6)"),
-        ({"response_mask": MASK * 2}, "response_mask of row 0 holds values other than 0 and 1"),
-    ):
-        batch = rollout_batch(data)
-        batch.batch |= change
-        with pytest.raises(ValueError, match=re.escape(sentence)):
-            correct_rollout_batch(batch, config)
+    batch = rollout_batch(data)
+    batch.batch["rollout_log_probs"] = torch.zeros(4, 5)
+    with pytest.raises(ValueError, match=r"rollout_log_probs has shape \(4, 5\), response_mask \(4, 6\)"):
+        correct_rollout_batch(batch, config)
     data["rollout"][1, 3] = torch.nan
     with pytest.raises(mp.InvalidLogProbError, match="sequence 1, position 3 is missing or NaN"):
         correct_rollout_batch(rollout_batch(data), config)
@@ -277,15 +273,6 @@ def test_only_metrics_whose_average_means_something_are_handed_over() -> None:
     ]
     kept = ("rollout_is_mean", "rollout_rs_token_k2_masked_fraction", "rollout_rs_token_k2_mean", "all_rejected", "kl")
     assert {f"rollout_corr/{name}" for name in kept} <= metrics.keys()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool])
-def test_long_rows_are_cut_where_they_end_whatever_the_masks_dtype(dtype: torch.dtype) -> None:
-    mask = torch.zeros(3, 3001)
-    mask[0], mask[1, 5:1003] = 1.0, 1.0
-    data = {"response_mask": mask.to(dtype), "old_log_probs": -torch.ones_like(mask), "rollout_log_probs": -mask}
-    packed = pack_trained(data)
-    assert packed.lengths == (3001, 1003, 0) and int(packed.loss_mask.sum()) == 3001 + 998
 
 
 def test_a_verl_that_cannot_be_registered_with_is_said_aloud(
