@@ -334,7 +334,6 @@ ASKED = {
     "budgets": "--rs-criterion token:k2:0.5:share=0.1",
     "penalty": "--mismatch-rollout-kl-coef 0.1",
     "report": "--mismatch-report-dir REPORT",
-    "metrics": "--mismatch-metrics full",
     "gate": "--mismatch-gate-kl 0.001",
 }
 
@@ -425,7 +424,7 @@ TRL_NEUTRAL = "--use-rollout-log-probs --rollout-log-prob-policy neutral"
             "off_policy_correction is set",
         ),
         (lambda: skyrl.settings(_skyrl(logprobs=None), "--use-tis"), "sampling_params.logprobs=1"),
-        (lambda: prime_rl.settings(flags="--use-tis", preset="pg_is"), "give all as flags, or none"),
+        (lambda: prime_rl.settings(flags="--use-tis", preset="pg_is"), "setting 'flags' is unknown"),
     ],
 )
 def test_what_a_door_s_own_configuration_rules_out(call: Callable[[], object], message: str) -> None:

@@ -114,7 +114,13 @@ VERL = {
     "+RC.mismatch.use_tis=true +RC.mismatch.tis.level=geometric": f"= 2 geometric truncate | {LOSS}",
     "RC={bypass_mode:true,mismatch:{metrics:full}}": f"= 1 token | {LOSS} | second forward pass: no",
     f"{REINFORCE} +RC.mismatch.tis.level=sequence": f"= 3 sequence | {LOSS} | loss_mode mismatch is algorithm 3 here",
-    f"{REINFORCE} MODE=mismatch": "= 3 none truncate | weights and rejection are made in the workers' loss, micro-",
+    "RC.rollout_rs=token_k1 RC.rollout_rs_threshold='0.5_2' +RC.mismatch.rs.criteria=[sequence_max:k2:0.5]": (
+        "rejection: token_ratio in [0.5, 2], sequence_max_k2 in [0, 0.5]"
+    ),
+    "RC.bypass_mode=true +RC.mismatch.ppo.eps_clip_high=0.28 ACTOR.clip_ratio_high=0.3": (
+        "ppo.eps_clip_high 0.28 contradicts | clip_ratio_c, which makes it 0.3"
+    ),
+    f"{REINFORCE} MODE=mismatch": "= 3 none truncate | ~eps_clip | made in the workers' loss, micro-",
     "RC.rollout_is=sequence MODE=mismatch": "= 2 sequence truncate",
     "RC.rollout_is=token RC.rollout_is_threshold='0.5_5.0' MODE=mismatch": "= 2 token mask 0.5 5",
     "RC.rollout_is=sequence +RC.mismatch.tis.mode=clip": "= 2 sequence clip 0.5 2",

@@ -90,13 +90,11 @@ def check_tree(tree: Any) -> MismatchConfig | None:
     return config
 
 
-def describe(config: MismatchConfig, host_args: Any) -> list[str]:
-    """Lines of the start-up block: what will run, and what of it is verl's. host_args: verl's tree or an actor."""
-    reference = host_args.get("actor_rollout_ref")
-    actor = host_args if reference is None else reference["actor"]
-    policy_loss = actor.get("policy_loss") or {}
-    block = policy_loss.get("rollout_correction") if reference is None else host_args["algorithm"]["rollout_correction"]
-    bypass, mode = config.use_rollout_log_probs, policy_loss.get("loss_mode") or "vanilla"
+def describe(config: MismatchConfig, tree: Any) -> list[str]:
+    """Lines of the start-up block: what will run, and what of it is verl's. tree: verl's whole configuration."""
+    reference, block = tree["actor_rollout_ref"], tree["algorithm"]["rollout_correction"]
+    actor = reference["actor"]
+    bypass, mode = config.use_rollout_log_probs, (actor.get("policy_loss") or {}).get("loss_mode") or "vanilla"
     lines, leave_out = list[str](), tuple[str, ...]()
     if bypass:
         lines.append("weights and rejection are made in the workers' loss, micro-batch by micro-batch")
@@ -117,7 +115,7 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
             f"{LOSS_LINES}"
         )
     kept = not bypass and config.denominator == "original"
-    before = bypass or kept or reference is None or _counts_first(host_args)
+    before = bypass or kept or _counts_first(tree)
     aggregation = actor.get("loss_agg_mode", "token-mean")
     divided = f"as in verl, {aggregation}: rejected tokens {'still' if before else 'do not'} count"
     if not (bypass or kept) and config.rejects:
@@ -133,8 +131,8 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
         lines,
         divided=divided,
         second_pass="no" if bypass else "yes",
-        filtered=_sampling_filter((reference or {}).get("rollout") or {}),
-        length=(host_args.get("data") or {}).get("max_response_length"),
+        filtered=_sampling_filter(reference.get("rollout") or {}),
+        length=(tree.get("data") or {}).get("max_response_length"),
         leave_out=leave_out,
     )
 

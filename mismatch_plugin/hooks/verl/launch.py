@@ -84,7 +84,7 @@ def plan(host: Host, given: Given, script: Path | None) -> Plan:
         added.append(f"+{RC}.{BLOCK}={text(block)}")
     tree = _tree({**overrides, **wanted}, block, script)
     policy_loss = tree["actor_rollout_ref"]["actor"]["policy_loss"]
-    if policy_loss.get("loss_mode") == LOSS_NAME and not _names(overrides, f"{_POLICY_LOSS}.rollout_correction"):
+    if policy_loss.get("loss_mode") == LOSS_NAME and "rollout_correction" not in policy_loss:
         added.append(REFERENCE_LINE.replace("'", ""))
     policy_loss["rollout_correction"] = tree["algorithm"]["rollout_correction"]
     config = check_tree(tree)
@@ -136,11 +136,3 @@ def _tree(overrides: Mapping[str, Any], block: Mapping[str, Any], script: Path |
     old = experimental or (script is not None and script.stem == "main_ppo_v0")
     tree.setdefault("trainer", {}).setdefault("use_v1", not old)  # as main_ppo of 0.9
     return tree
-
-
-def _names(overrides: Mapping[str, Any], name: str) -> bool:
-    """Whether an override sets `name`, something in it, or the mapping around it with it inside."""
-    parent, _, last = name.rpartition(".")
-    around = overrides.get(parent)
-    inside = isinstance(around, Mapping) and last in around
-    return inside or any(f"{key}.".startswith(f"{name}.") for key in overrides)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,28 +53,6 @@ def padded(seed: int = 0) -> dict[str, torch.Tensor]:
     data = {"rollout": rollout, "current": rollout + noise(0.4), "advantages": noise(1.0)}
     # Whatever stands under the mask must not matter.
     return {name: value.masked_fill(MASK == 0, torch.nan) for name, value in data.items()}
-
-
-def test_what_verl_has_no_name_for_and_the_actor_s_clip_bounds() -> None:
-    ours = {
-        "tis": {"mode": "clip", "lower_bound": 0.3},
-        "rs": {"criteria": ["sequence_max:k2:0.5"], "veto_threshold": 1e-4},
-        "denominator": "original",
-        "rollout_log_prob_policy": "neutral",
-    }
-    config = settings(block(ours, rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0"))
-    assert (config.tis.lower, config.tis.upper, config.rs.veto_threshold) == (0.3, 2.0, 1e-4)
-    assert [criterion.name for criterion in config.criteria] == ["token_ratio", "sequence_max_k2"]  # verl's and ours
-    assert (config.denominator, config.rollout_log_prob_policy) == ("original", "neutral")
-    actor = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 4.0}
-    own = {"policy_loss": {"rollout_correction": block({"ppo": {"eps_clip_high": 0.28}}, bypass_mode=True)}}
-    config = settings({**actor, **own})
-    assert (config.ppo.eps_clip_low, config.ppo.eps_clip_high, config.ppo.dual_clip) == (0.2, 0.28, 4.0)
-    with pytest.raises(ValueError, match=r"ppo.eps_clip_high 0.28 contradicts .*clip_ratio_c, which makes it 0.3"):
-        settings({**actor, **own, "clip_ratio_high": 0.3})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # verl's default clip bounds give no note in REINFORCE
-        settings({**actor, "policy_loss": {"rollout_correction": block(rollout_is="sequence", **REINFORCE)}})
 
 
 def test_a_mistake_is_found_before_training_starts() -> None:
