@@ -284,15 +284,8 @@ def block_lines(
 
 @dataclass(frozen=True)
 class Given:
-    """What was typed.
-
-    config: of our flags alone.
-    settings: the nested ones among them that were given by flag, preset or file.
-    flags: those that were typed, each once, in their first spelling.
-    host: the value of --mismatch-host.
-    explain_only: whether to stop after the block.
-    host_argv: every other token, in order.
-    """
+    """What was typed: our flags' configuration and nested settings (by flag, preset or file); the flags, each once, in
+    their first spelling; --mismatch-host; whether to stop after the block; every other token, in order."""
 
     config: MismatchConfig
     settings: dict[str, Any]
@@ -306,13 +299,9 @@ class Given:
 class Plan:
     """A run that is ready to start.
 
-    argv: the host's command line.
-    added: what of it the launcher added.
-    lines: the start-up block, see `start_block`.
-    install: called with the script's folder on sys.path, right before the script runs; it changes the host's
-        functions.
-    config: the configuration that will run; None for a run without us.
-    settle: what a host's Namespace goes through once it is parsed, for hosts that have one.
+    argv: the host's command line; added: what of it the launcher added. lines: the start-up block, see `start_block`.
+    install: called right before the script runs, to change the host's functions. config: what will run; None for a run
+    without us. settle: what a host's Namespace goes through once it is parsed, for hosts that have one.
     """
 
     argv: tuple[str, ...]

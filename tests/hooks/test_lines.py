@@ -209,6 +209,8 @@ NEMO = {
     ),
     "--use-tis --mismatch-objective gspo loss_fn.use_cispo=true": "objective gspo contradicts | makes it cispo",
     "--use-tis loss_fn.positive_example_nll_weight=0.1": "makes another loss",
+    f"loss_fn.force_on_policy_ratio=true {GROUPS}": "rs.group drop needs prev_logprobs | force_on_policy_ratio skips",
+    f"grpo.adv_estimator.name=gdpo {GROUPS}": "grpo.adv_estimator.name gdpo forms other advantages: choose grpo",
     "--use-tis +loss_fn.mismatch.use_tis=true": "is set next to the plugin's flags",
     "--config FOLDER/alias.yaml --use-tis": "alias.yaml is not valid YAML or JSON: | each alias (*) counted in full",
     "--config nowhere.yaml --use-tis": "nowhere.yaml does not exist: give --config FILE",

@@ -227,7 +227,7 @@ def setup_with_loss(
     if config.report_dir is not None:
         validate_same_settings(config.report_dir, config, holds=True)
     if config.rs.group != "keep":
-        GroupAdvantages(config, master_config).install()
+        GroupAdvantages(config).install()
     print(start_block("nemo-rl", [*lines, version_line(NEMO_RL)]), flush=True)
     made = own(master_config, *args, **kwargs)
     theirs = _only(made, "loss", lambda item: hasattr(item, "input_type") and hasattr(item, "loss_type"))
@@ -283,7 +283,7 @@ def plan(host: Host, given: Given, script: Path | None) -> Plan:
 
 
 def _sections(path: Path, given: Given) -> dict[str, Any]:
-    """`loss_fn` and `policy` of the YAML, its `defaults` resolved, with the overrides of the line."""
+    """`loss_fn`, `policy` and `grpo` of the YAML, its `defaults` resolved, with the overrides of the line."""
     if not path.is_file():
         raise ValueError(f"NeMo-RL's configuration {path} does not exist: give --config FILE.")
     sections = _read(path)
@@ -294,10 +294,10 @@ def _sections(path: Path, given: Given) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The two sections of a file, over those of the files that its `defaults` name."""
+    """These sections of a file, over those of the files that its `defaults` name."""
     data = read_mapping(path)
     defaults = data.get("defaults") or []
-    sections: dict[str, Any] = {_SECTION: {}, "policy": {}}
+    sections: dict[str, Any] = {_SECTION: {}, "policy": {}, "grpo": {}}
     for parent in [defaults] if isinstance(defaults, str) else defaults:
         sections = merge(sections, _read(path.parent / str(parent)))
     return merge(sections, {name: data.get(name) or {} for name in sections})

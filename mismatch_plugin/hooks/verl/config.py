@@ -116,8 +116,7 @@ def describe(config: MismatchConfig, tree: Any) -> list[str]:
         )
     kept = not bypass and config.denominator == "original"
     before = bypass or kept or _counts_first(tree)
-    aggregation = actor.get("loss_agg_mode", "token-mean")
-    divided = f"as in verl, {aggregation}: rejected tokens {'still' if before else 'do not'} count"
+    count = "still" if before else "do not"
     if not (bypass or kept) and config.rejects:
         lines.append("verl's entropy and KL terms leave rejected tokens out too; denominator original keeps them")
     if bypass:
@@ -129,7 +128,7 @@ def describe(config: MismatchConfig, tree: Any) -> list[str]:
     return block_lines(
         config,
         lines,
-        divided=divided,
+        divided=f"as in verl, {actor.get('loss_agg_mode', 'token-mean')}: rejected tokens {count} count",
         second_pass="no" if bypass else "yes",
         filtered=_sampling_filter(reference.get("rollout") or {}),
         length=(tree.get("data") or {}).get("max_response_length"),
