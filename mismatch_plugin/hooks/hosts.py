@@ -171,7 +171,6 @@ VERL = Host(
         "use_tis": f"{_RC}.rollout_is (in bypass mode loss_type)",
     },
     lacks={
-        **_LOSS_ALONE,
         "current_policy": Lack("its driver rejects before π_θ is there", "Choose auto.", _on_driver, _BYPASS),
         "conditions": Lack(
             "its driver rejects before advantages", "Take the condition away, or set it.", _on_driver, _BYPASS
@@ -187,6 +186,7 @@ VERL = Host(
             "its rollout correction is not told which weights train",
             "Set trainer.v1's max_off_policy_threshold, or async_training.staleness_threshold.",
         ),
+        **_LOSS_ALONE,
     },
     scope=lambda config: "rollout_batch" if _on_driver(config) else "micro_batch",
     block="mismatch",
@@ -228,9 +228,9 @@ NEMO_RL = Host(
         "rs.": "loss_fn.truncated_importance_sampling_…",
     },
     lacks={
-        **_LOSS_ALONE,
         "accepted": _OWN_COUNT,
         "versions": Lack("its loss is told no weight versions", "Set grpo.async_grpo.max_trajectory_age_steps."),
+        **_LOSS_ALONE,
     },
     scope=lambda config: "micro_batch",
     block="mismatch",
@@ -268,7 +268,6 @@ TRL = Host(
         "terms.kl": "beta",
     },
     lacks={
-        **_LOSS_ALONE,
         "bypass": Lack(
             "the weights of 3 change with π_θ, which only its loss has (1 is had)",
             "Leave one of <use_tis> and <use_rollout_log_probs> out.",
@@ -281,6 +280,7 @@ TRL = Host(
         "normalisation": Lack("its weights are made once a generation, by each process for its own samples"),
         "accepted": Lack("it divides by the original masks", "Choose auto or original."),
         "report": Lack("its trackers get the metrics (report_to)"),
+        **_LOSS_ALONE,
     },
     denominator="TRL's `loss_type`",
     door="put mismatch_plugin.hooks.trl.CorrectionMixin before GRPOTrainer in a class of yours",
@@ -313,7 +313,6 @@ SKYRL = Host(
         "terms.kl": f"{_ALGORITHM}.use_kl_loss, kl_loss_coef and kl_estimator_type",
     },
     lacks={
-        **_LOSS_ALONE,
         "penalty": Lack("its advantages carry the divisor, which a penalty without advantage would lack"),
         "groups": _NO_GROUPS,
         "versions": Lack("its loss gets no weight versions", "Set trainer.fully_async.max_staleness_steps."),
@@ -322,6 +321,7 @@ SKYRL = Host(
             "its advantages arrive divided by all tokens or sequences of the mini-batch", "Choose auto or original."
         ),
         "report": Lack("its tracker gets the metrics"),
+        **_LOSS_ALONE,
     },
     denominator="SkyRL's `loss_reduction`",
     door="call mismatch_plugin.hooks.skyrl.register in an entry script, and set "
@@ -345,7 +345,6 @@ PRIME_RL = Host(
     version_file="../pyproject.toml",
     owns={"aggregation": "", "length_norm": "", "terms.entropy_coef": ""},
     lacks={
-        **_LOSS_ALONE,
         "old_log_probs": Lack(
             "it makes one optimizer step a batch and no log-probs of π_old",
             "Set <use_rollout_log_probs> (algorithm 1, and with <use_tis> 3).",
@@ -356,6 +355,7 @@ PRIME_RL = Host(
         "gate": Lack("its loss sees one sequence at a time"),
         "accepted": _OWN_COUNT,
         "report": Lack("its monitors get the metrics"),
+        **_LOSS_ALONE,
     },
     denominator="the step's tokens, counted by prime-rl",
     door='set trainer.loss.type = "custom" and its import_path = "mismatch_plugin.hooks.prime_rl.policy_loss"',

@@ -82,11 +82,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         stop(str(error))
     try:
         target.run(plan.argv)
-    except BaseException as ended:  # whatever a script makes of a refusal
-        if not guard.refused and not (isinstance(ended, SystemExit) and ended.code in (None, 0)):
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
             raise
-    if guard.refused:
-        raise SystemExit(2)
     if plan.config is not None and not guard.read:
         stop(
             f"{target.script} has ended and never read {host.name}'s command line in this process, so that the "

@@ -34,14 +34,14 @@ _TRAINER = re.compile(
 
 
 class Guard:
-    """Whether the host has read its command line in this process, and whether a trainer was refused before that.
+    """Whether the host has read its command line in this process; until then no trainer is started.
 
     stops: False where the host was named by hand, which says that the script does train in its own process.
     """
 
     def __init__(self, host: Host, script: str, stops: bool) -> None:
         self.host, self.script, self.stops = host, script, stops
-        self.read = self.refused = False
+        self.read = False
 
     def watch(self) -> None:
         """Note the first call of what the host declares as `reads`, and listen. Both stay until the process ends.
@@ -58,18 +58,16 @@ class Guard:
         return own(*args, **kwargs)
 
     def _hear(self, event: str, args: Sequence[Any]) -> None:
-        """Raises SystemExit, which `except Exception` lets pass, before the program is started."""
+        """Ends the process before a trainer is started, in whatever thread, and whatever the script makes of errors."""
         if self.read or event not in _EVENTS:
             return
         words = [os.fsdecode(word) for word in _EVENTS[event](args)]
-        if not starts_trainer(words):
-            return
-        if not self.refused:  # a script that goes on regardless may come here again
+        if starts_trainer(words):
             command = textwrap.shorten(shlex.join(words), 160, placeholder=" …")
             what = f"has not read {self.host.name}'s command line and starts another program ({command})"
+            sys.stdout.flush()
             print(f"mismatch_plugin: {refusal(self.host, self.script, what)}", file=sys.stderr, flush=True)
-        self.refused = True
-        raise SystemExit(2)
+            os._exit(2)
 
 
 def refusal(host: Host, script: str, what: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -454,6 +455,15 @@ def test_what_the_doors_say_and_read_of_their_host() -> None:
     loss = tomllib.loads(text)["trainer"]["loss"]
     assert (loss["type"], loss["import_path"]) == ("custom", "mismatch_plugin.hooks.prime_rl.policy_loss")
     assert prime_rl.settings(**loss["kwargs"]).algorithm == 3
+
+
+def test_skyrl_s_registry_gets_the_loss(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    registered: dict[str, Any] = {}
+    module = SimpleNamespace(PolicyLossRegistry=SimpleNamespace(register=registered.__setitem__))
+    monkeypatch.setitem(sys.modules, "skyrl.backends.skyrl_train.utils.ppo_utils", module)
+    config = skyrl.register(_skyrl(), "--use-tis")
+    assert registered["mismatch"].keywords == {"mismatch": config}
+    assert "mismatch_plugin on skyrl:\n  algorithm 2: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("preset", [record.name for record in PRESETS])

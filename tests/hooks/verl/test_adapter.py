@@ -57,8 +57,12 @@ def padded(seed: int = 0) -> dict[str, torch.Tensor]:
 
 def test_a_mistake_is_found_before_training_starts() -> None:
     ours = block({"metrics": "basic"}, **REINFORCE)
-    config = check_tree(tree(ours, "mismatch", ours))
+    whole = tree(ours, "mismatch", ours)
+    config = check_tree(whole)
     assert config is not None and config.algorithm == 3
+    assert settings(whole["actor_rollout_ref"]["actor"]) == config  # what a worker holds of it
+    with pytest.raises(ValueError, match="the workers do not see"):
+        settings(tree(ours, "mismatch")["actor_rollout_ref"]["actor"])
     assert check_tree(tree(block(**REINFORCE))) is None  # nothing of ours: verl's own affair
     for wrong, sentence in (
         (tree(ours), "loss_mode=mismatch and +actor_rollout_ref.actor.policy_loss.rollout_correction="),
