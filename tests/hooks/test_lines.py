@@ -158,7 +158,7 @@ VERL = {
         "loss in the workers: verl's own gspo, with the driver's weights and mask; for the plugin's add "
         "MODE=mismatch and +ACTOR.policy_loss.rollout_correction='${RC}' | objective: gspo, ratio in [0.8, 1.2]"
     ),
-    "+RC.mismatch.use_tis=true MODE=clip_cov": "loss in the workers: verl's own clip_cov, with | ~objective: ",
+    "+RC.mismatch.use_tis=true MODE=clip_cov": "verl's own clip_cov, with | ~objective: | ~added: +",
     "RC.bypass_mode=true +RC.mismatch.metrics=full MODE=gspo": "needs our loss in the workers: add MODE=mismatch and",
     "--use-tis --use-rollout-log-probs MODE=gspo": "gspo contradicts algorithm 3",
     "--use-tis --mismatch-objective cispo MODE=gspo": "gspo contradicts --mismatch-objective cispo",

@@ -18,7 +18,13 @@ from examples.benchmarks.counting import count
 from mismatch_plugin.hooks.base import wrap_once
 from mismatch_plugin.hooks.verl import settings
 from mismatch_plugin.hooks.verl.config import check_tree
-from mismatch_plugin.hooks.verl.driver import begin_tracking, correct_rollout_batch, log_step, pack_trained
+from mismatch_plugin.hooks.verl.driver import (
+    begin_tracking,
+    compute_advantage,
+    correct_rollout_batch,
+    log_step,
+    pack_trained,
+)
 from mismatch_plugin.hooks.verl.loss import verl_token_loss as token_loss
 from mismatch_plugin.report.log import read_steps
 from mismatch_plugin.report.state import merged_metrics
@@ -172,6 +178,22 @@ def test_a_driver_that_rejects_everything_or_tries_it_leaves_the_mask(ours: dict
     assert ours or not batch.batch["rollout_is_weights"].any()
     assert metrics["rollout_corr/rollout_rs_token_k2_masked_fraction"] == 1.0
     assert ours or metrics["rollout_corr/all_rejected"] == 1.0
+
+
+def test_advantages_after_a_rejection_are_group_advantages_of_the_accepted() -> None:
+    """verl_live has it by verl's own functions."""
+    batch, rewards = rollout_batch(padded()), torch.zeros(4, 6, dtype=torch.float64)
+    rewards[:, -1] = torch.tensor([1.0, 0.0, 0.5, 0.2])
+    batch.batch["token_level_rewards"] = rewards
+    batch.non_tensor_batch, batch.meta_info = {"uid": ["a", "a", "a", "b"]}, {}
+    config = settings(block({"rs": {"criteria": ["sequence_mean:k2:0.025"], "group": "exclude"}}))
+    batch, metrics = correct_rollout_batch(batch, config)
+    kept = batch.batch["response_mask"].any(-1)
+    expected = mp.group_advantages(rewards.sum(-1), torch.tensor([0, 0, 0, 1]), kept)
+    found = compute_advantage(lambda *_: pytest.fail("verl's own"), batch, "grpo").batch
+    torch.testing.assert_close(found["advantages"], expected[:, None] * found["response_mask"])
+    assert expected.any() and 0 < kept.sum() < 3 and "rollout_corr/rollout_rs_group_changed_fraction" in metrics
+    assert compute_advantage(lambda data, estimator: "verl's own", batch, "grpo") == "verl's own"  # unmarked again
 
 
 def test_batches_that_the_driver_refuses() -> None:
