@@ -9,35 +9,27 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from mismatch_plugin.files import replacing
-from mismatch_plugin.hooks.hosts import HOSTS, find_host
+from mismatch_plugin.hooks.hosts import HOSTS, host_name
 
 app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Check, apply or revert the patches of a host's checkout.",
 )
+APPLIED, RELEASED, OTHER, MISSING = "applied", "not applied", "another version", "not there"
+"""What a file is, as seen by its patch."""
 
 
 class PatchError(ValueError):
     """A tree to which a patch does not apply."""
-
-
-class State(Enum):
-    """What a file is, as seen by its patch."""
-
-    RELEASED = "not applied"
-    APPLIED = "applied"
-    OTHER = "another version"
-    MISSING = "not there"
 
 
 @dataclass(frozen=True)
@@ -74,72 +66,54 @@ def patches_of(host: str, files: Collection[str] = (), optional: bool = False) -
 
     Raises: PatchError for a host or file without a patch.
     """
-    every, given = manifest(), host
-    with suppress(ValueError):
-        host = find_host(given).name
+    every, host = manifest(), host_name(host)
     mine = [patch for patch in every if patch.host == host]
     if not mine:
-        hosts = ", ".join(dict.fromkeys(patch.host for patch in every))
         more = f" {HOSTS[host].title} needs none: {HOSTS[host].door}." if host in HOSTS else ""
-        raise PatchError(f"there is no patch for host {given!r}: there are those of {hosts}.{more}")
-    unknown = sorted(set(files) - {patch.file for patch in mine})
-    if unknown:
-        raise PatchError(
-            f"{host} has no patch for {unknown[0]}: there are those of {', '.join(patch.file for patch in mine)}."
-        )
+        known = ", ".join(dict.fromkeys(patch.host for patch in every))
+        raise PatchError(f"there is no patch for host {host!r}: there are those of {known}.{more}")
+    if unknown := sorted(set(files) - {patch.file for patch in mine}):
+        known = ", ".join(patch.file for patch in mine)
+        raise PatchError(f"{host} has no patch for {unknown[0]}: there are those of {known}.")
     return [patch for patch in mine if patch.file in files or (not files and (optional or not patch.optional))]
 
 
-def state_of(patch: Patch, root: Path) -> State:
+def state_of(patch: Patch, root: Path) -> str:
     """What the file is now."""
     if not (root / patch.file).is_file():
-        return State.MISSING
+        return MISSING
     text = _read(root / patch.file)
     if patch.changed(text, back=True) is not None:
-        return State.APPLIED
-    return State.OTHER if patch.changed(text) is None else State.RELEASED
+        return APPLIED
+    return OTHER if patch.changed(text) is None else RELEASED
 
 
-def apply(patches: Sequence[Patch], root: Path) -> list[str]:
-    """Apply what is not applied, and say what was done. Raises PatchError before any file is changed."""
-    return _change(patches, root, State.APPLIED, "applied to")
+def apply(patches: Sequence[Patch], root: Path, back: bool = False) -> list[str]:
+    """Apply what is not applied, or take `back` what is, and say what was done.
 
-
-def revert(patches: Sequence[Patch], root: Path) -> list[str]:
-    """Take back what is applied, and say what was done. Raises PatchError before any file is changed."""
-    return _change(patches, root, State.RELEASED, "reverted in")
-
-
-def _change(patches: Sequence[Patch], root: Path, end: State, done: str) -> list[str]:
-    if not root.is_dir():
-        raise PatchError(f"{root} is no folder: give the root of the host's checkout.")
+    Raises: PatchError before any file is changed.
+    """
     changed: dict[Path, str] = {}
     said = []
     for patch in patches:
         state, path = state_of(patch, root), (root / patch.file).resolve()
-        if state is end:
-            said.append(f"nothing to do: {patch.file} ({end.value})")
-        elif state in (State.OTHER, State.MISSING):
-            raise PatchError(_refusal(patch, state, root))
+        if state in (OTHER, MISSING):
+            host = HOSTS.get(patch.host)
+            where = f"{host.repository} at {(host.commit or host.version)[:10]}" if host else patch.host
+            raise PatchError(
+                f"{path} is {state}: the patch is for {where}. Use that one, or launch through `python -m "
+                f"mismatch_plugin.launch`, which needs no patch."
+            )
+        if state == (RELEASED if back else APPLIED):
+            said.append(f"nothing to do: {patch.file} ({state})")
         else:
-            changed[path] = patch.changed(_read(path), back=end is State.RELEASED) or ""
-            said.append(f"{done} {patch.file}")
+            changed[path] = patch.changed(_read(path), back) or ""
+            said.append(f"{'reverted in' if back else 'applied to'} {patch.file}")
     for path, text in changed.items():
         with replacing(path) as new:
             new.write_text(text, encoding="utf-8", newline="")
             shutil.copymode(path, new)
     return said
-
-
-def _refusal(patch: Patch, state: State, root: Path) -> str:
-    host = HOSTS.get(patch.host)
-    where = f"{host.repository} at {(host.commit or host.version)[:10]}" if host else patch.host
-    if state is State.MISSING:
-        return f"{root} has no {patch.file}: is it a checkout of {where}?"
-    return (
-        f"{patch.file} is not the file that the patch was made for, and it does not apply: use {where}, or launch "
-        f"through `python -m mismatch_plugin.launch`, which needs no patch."
-    )
 
 
 def _read(path: Path) -> str:
@@ -150,26 +124,23 @@ def _read(path: Path) -> str:
 # The command ----------------------------------------------------------------------------------------------------------
 
 Host = Annotated[str, typer.Option(help=f"{', '.join(HOSTS)}.")]
-Root = Annotated[Path, typer.Option(help="Root of the host's checkout.")]
+Root = Annotated[Path, typer.Option(help="Root of the host's checkout.", exists=True, file_okay=False)]
 Files = Annotated[list[str] | None, typer.Option("--file", help="Only this file of the host. May be repeated.")]
 Optional = Annotated[bool, typer.Option("--optional", help="The optional patches too (precision, speed).")]
 
 
 @app.command("check")
-def check_command(host: Host, root: Root, file: Files = None, optional: Optional = False) -> None:
+def check_command(host: Host, root: Root) -> None:
     """Say for each patch, the optional ones too, what it is for and whether it is applied.
 
-    Exits 1 where one can neither be applied nor is; an optional one counts with --optional or --file only.
+    Exits 1 where one that is not optional can neither be applied nor is.
     """
     failed = False
     with _told():
-        asked = patches_of(host, file or (), optional)
-        for patch in patches_of(host, file or (), optional=True):
+        for patch in patches_of(host, optional=True):
             state = state_of(patch, root)
-            typer.echo(f"{patch.file}{' (optional)' if patch.optional else ''}: {state.value}\n  {patch.why}")
-            if state not in (State.RELEASED, State.APPLIED):
-                typer.echo(f"  {_refusal(patch, state, root)}")
-                failed |= patch in asked
+            typer.echo(f"{patch.file}{' (optional)' if patch.optional else ''}: {state}\n  {patch.why}")
+            failed |= state in (OTHER, MISSING) and not patch.optional
     if failed:
         raise typer.Exit(1)
 
@@ -182,13 +153,12 @@ def apply_command(host: Host, root: Root, file: Files = None, optional: Optional
 
 
 @app.command("revert")
-def revert_command(host: Host, root: Root, file: Files = None) -> None:
+def revert_command(host: Host, root: Root) -> None:
     """Take the patches of a host back, the optional ones too."""
     with _told():
-        chosen = patches_of(host, file or (), optional=True)
         # An optional file that was never patched must not stop the others.
-        chosen = [patch for patch in chosen if not patch.optional or state_of(patch, root) is State.APPLIED]
-        typer.echo("\n".join(revert(chosen, root)))
+        chosen = [p for p in patches_of(host, optional=True) if not p.optional or state_of(p, root) == APPLIED]
+        typer.echo("\n".join(apply(chosen, root, back=True)))
 
 
 @contextmanager

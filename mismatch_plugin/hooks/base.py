@@ -38,24 +38,23 @@ class Method:
     asked: Callable[[MismatchConfig], str]
 
 
-def _plain(title: str, path: str, off: Any = None, *more: str) -> Method:
-    """A method that is one setting, asked for where that is not `off`."""
+def _setting(title: str, path: str, *more: str, off: Any = None, on: Any = None) -> Method:
+    """A method that is one setting, asked for where that is `on`, or where none is given, something else than `off`."""
 
     def asked(config: MismatchConfig) -> str:
         value = value_and_default(config, path)[0]
-        return "" if value == off or value is None else f"<{path}>" + (f" {value}" if value is not True else "")
+        there = value not in (None, off) if on is None else value == on
+        return (f"<{path}>" + (f" {value}" if value is not True else "")) * there
 
     return Method(title, (path, *more), asked)
 
 
 METHODS: dict[str, Method] = {
     "old_log_probs": Method(
-        "algorithms 0 and 2", (), lambda c: "" if c.use_rollout_log_probs else f"algorithm {c.algorithm}"
+        "algorithms 0 and 2", (), lambda c: f"algorithm {c.algorithm}" * (not c.use_rollout_log_probs)
     ),
-    "bypass": Method("algorithms 1 and 3", (), lambda c: f"algorithm {c.algorithm}" if c.use_rollout_log_probs else ""),
-    "current_policy": Method(
-        "`--rs-policy current`", ("rs.policy",), lambda c: "<rs.policy> current" if c.rejects_on_current_policy else ""
-    ),
+    "bypass": Method("algorithms 1 and 3", (), lambda c: f"algorithm {c.algorithm}" * c.use_rollout_log_probs),
+    "current_policy": _setting("`--rs-policy current`", "rs.policy", on="current"),
     "conditions": Method(
         "what hangs on the advantage",
         ("rs.criteria@", "tis.lower_bound_positive", "tis.upper_bound_positive"),
@@ -66,15 +65,11 @@ METHODS: dict[str, Method] = {
         ("rs.criteria:",),
         lambda c: ", ".join(f"criterion {criterion.name} with {criterion.budget}" for criterion in c.budgets),
     ),
-    "penalty": _plain("`--mismatch-rollout-kl-coef`", "terms.rollout_kl_coef", 0.0, "terms.rollout_kl"),
-    "groups": _plain("`--rs-group`", "rs.group", "keep", "rs.min_group"),
-    "versions": _plain("`--rs-max-staleness`", "rs.max_staleness"),
-    "normalisation": _plain("batch normalisation", "tis.batch_normalize", False),
-    "accepted": Method(
-        "denominator `accepted`",
-        ("denominator",),
-        lambda c: "<denominator> accepted" if c.denominator == "accepted" else "",
-    ),
+    "penalty": _setting("`--mismatch-rollout-kl-coef`", "terms.rollout_kl_coef", "terms.rollout_kl", off=0.0),
+    "groups": _setting("`--rs-group`", "rs.group", "rs.min_group", off="keep"),
+    "versions": _setting("`--rs-max-staleness`", "rs.max_staleness"),
+    "normalisation": _setting("batch normalisation", "tis.batch_normalize", off=False),
+    "accepted": _setting("denominator `accepted`", "denominator", on="accepted"),
     "log_probs": Method(
         "log-prob backends, fused head",
         ("log_prob_backend", "inplace_logits", "fused_head"),
@@ -84,12 +79,9 @@ METHODS: dict[str, Method] = {
             or "<fused_head>" * c.fused_head
         ),
     ),
-    "updates": _plain("`--mismatch-verify-weights`", "verify_weights", "warn"),
-    "report": _plain("`--mismatch-report-dir`", "report_dir"),
-    "metrics": Method(
-        "`--mismatch-metrics full`", ("metrics",), lambda c: "<metrics> full" if c.metrics == "full" else ""
-    ),
-    "gate": _plain("`--mismatch-gate-kl`", "gate_kl"),
+    "updates": _setting("`--mismatch-verify-weights`", "verify_weights", off="warn"),
+    "report": _setting("`--mismatch-report-dir`", "report_dir"),
+    "gate": _setting("`--mismatch-gate-kl`", "gate_kl"),
 }
 
 
@@ -128,8 +120,8 @@ class Host:
     door: what to do without the launcher, one sentence.
     paste: what runs our settings there, `{flags}` or `{python}` standing for them.
     trainer: what the launcher is put before. reads: (module, function) pairs; a call of one means that the command line
-    has been read in this process. starters: modules that only scripts import whose trainer runs in another program.
-    hands_on: for hosts whose patched parser takes our flags in any process, where such scripts have them written.
+    has been read in this process. starters: modules that only scripts import whose trainer runs in another program;
+    a patched parser takes our flags there.
     needs_patch: what of a configuration only a patched tree can do; "" where it needs none.
 
     dumps: names of `data.formats.FORMATS` that it writes. metrics: what it records without us: its name → ours.
@@ -157,7 +149,6 @@ class Host:
     trainer: str = "train.py"
     reads: tuple[tuple[str, str], ...] = ()
     starters: tuple[str, ...] = ()
-    hands_on: str = ""
     needs_patch: Callable[[MismatchConfig], str] = lambda config: ""
     dumps: tuple[str, ...] = ()
     metrics: Mapping[str, str] = field(default_factory=dict)
@@ -293,15 +284,8 @@ def block_lines(
 
 @dataclass(frozen=True)
 class Given:
-    """What was typed.
-
-    config: of our flags alone.
-    settings: the nested ones among them that were given by flag, preset or file.
-    flags: those that were typed, each once, in their first spelling.
-    host: the value of --mismatch-host.
-    explain_only: whether to stop after the block.
-    host_argv: every other token, in order.
-    """
+    """What was typed: our flags' configuration and nested settings (by flag, preset or file); the flags, each once, in
+    their first spelling; --mismatch-host; whether to stop after the block; every other token, in order."""
 
     config: MismatchConfig
     settings: dict[str, Any]
@@ -315,13 +299,9 @@ class Given:
 class Plan:
     """A run that is ready to start.
 
-    argv: the host's command line.
-    added: what of it the launcher added.
-    lines: the start-up block, see `start_block`.
-    install: called with the script's folder on sys.path, right before the script runs; it changes the host's
-        functions.
-    config: the configuration that will run; None for a run without us.
-    settle: what a host's Namespace goes through once it is parsed, for hosts that have one.
+    argv: the host's command line; added: what of it the launcher added. lines: the start-up block, see `start_block`.
+    install: called right before the script runs, to change the host's functions. config: what will run; None for a run
+    without us. settle: what a host's Namespace goes through once it is parsed, for hosts that have one.
     """
 
     argv: tuple[str, ...]

@@ -10,8 +10,12 @@ from mismatch_plugin.hooks.base import Host, Lack
 _APPLY = "mismatch-plugin patch apply --host {} --root DIR"
 _OWN_LOG_PROBS = Lack("it computes log-probs itself")
 _OWN_COUNT = Lack("it counts tokens before anything is rejected", "Choose auto or original.")
-_NO_STATE = Lack("nothing of ours passes from step to step there", "Leave the budget out; the bound stays.")
-_UNWATCHED = Lack("its weight updates are not watched")
+_LOSS_ALONE = {
+    "log_probs": _OWN_LOG_PROBS,
+    "budgets": Lack("nothing of ours passes from step to step there", "Leave the budget out; the bound stays."),
+    "updates": Lack("its weight updates are not watched"),
+}
+"""What cannot be had where our loss is called and nothing else of ours runs."""
 _MIS = (
     *("kl", "k3_kl", "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio", "training_ppl", "training_log_ppl"),
     *("rollout_ppl", "rollout_log_ppl", "chi2_token", "chi2_seq"),
@@ -46,7 +50,6 @@ SLIME = Host(
     paste="ray job submit … -- python3 -m mismatch_plugin.launch train.py … {flags}",
     reads=(("slime.utils.arguments", "parse_args"),),
     starters=("slime.utils.external_utils.command_utils",),
-    hands_on="among the arguments that the script hands on",
     needs_patch=lambda config: "rs.max_staleness" if config.rs.max_staleness is not None else "",
     dumps=("slime", "slime_train"),
     metrics={
@@ -78,7 +81,6 @@ MILES = Host(
     paste=SLIME.paste,
     reads=(("miles.utils.arguments", "parse_args"),),
     starters=("miles.utils.external_utils.command_utils",),
-    hands_on=f'{SLIME.hands_on} (--extra-args "--use-tis …")',
     dumps=("miles_train",),
 )
 
@@ -184,11 +186,7 @@ VERL = Host(
             "its rollout correction is not told which weights train",
             "Set trainer.v1's max_off_policy_threshold, or async_training.staleness_threshold.",
         ),
-        "log_probs": Lack(
-            "it computes log-probs itself", "Leave it out, or set actor_rollout_ref.model.use_fused_kernels."
-        ),
-        "budgets": _NO_STATE,
-        "updates": _UNWATCHED,
+        **_LOSS_ALONE,
     },
     scope=lambda config: "rollout_batch" if _on_driver(config) else "micro_batch",
     block="mismatch",
@@ -232,9 +230,7 @@ NEMO_RL = Host(
     lacks={
         "accepted": _OWN_COUNT,
         "versions": Lack("its loss is told no weight versions", "Set grpo.async_grpo.max_trajectory_age_steps."),
-        "log_probs": _OWN_LOG_PROBS,
-        "budgets": _NO_STATE,
-        "updates": _UNWATCHED,
+        **_LOSS_ALONE,
     },
     scope=lambda config: "micro_batch",
     block="mismatch",
@@ -283,10 +279,8 @@ TRL = Host(
         "versions": Lack("its batch holds no weight versions"),
         "normalisation": Lack("its weights are made once a generation, by each process for its own samples"),
         "accepted": Lack("it divides by the original masks", "Choose auto or original."),
-        "log_probs": _OWN_LOG_PROBS,
-        "budgets": _NO_STATE,
-        "updates": _UNWATCHED,
         "report": Lack("its trackers get the metrics (report_to)"),
+        **_LOSS_ALONE,
     },
     denominator="TRL's `loss_type`",
     door="put mismatch_plugin.hooks.trl.CorrectionMixin before GRPOTrainer in a class of yours",
@@ -326,10 +320,8 @@ SKYRL = Host(
         "accepted": Lack(
             "its advantages arrive divided by all tokens or sequences of the mini-batch", "Choose auto or original."
         ),
-        "log_probs": _OWN_LOG_PROBS,
-        "budgets": _NO_STATE,
-        "updates": _UNWATCHED,
         "report": Lack("its tracker gets the metrics"),
+        **_LOSS_ALONE,
     },
     denominator="SkyRL's `loss_reduction`",
     door="call mismatch_plugin.hooks.skyrl.register in an entry script, and set "
@@ -362,10 +354,8 @@ PRIME_RL = Host(
         "normalisation": Lack("its loss sees one sequence at a time"),
         "gate": Lack("its loss sees one sequence at a time"),
         "accepted": _OWN_COUNT,
-        "log_probs": _OWN_LOG_PROBS,
-        "budgets": _NO_STATE,
-        "updates": _UNWATCHED,
         "report": Lack("its monitors get the metrics"),
+        **_LOSS_ALONE,
     },
     denominator="the step's tokens, counted by prime-rl",
     door='set trainer.loss.type = "custom" and its import_path = "mismatch_plugin.hooks.prime_rl.policy_loss"',
@@ -386,8 +376,8 @@ def host_name(given: str) -> str:
     return next((host.name for host in HOSTS.values() if plain in host.spellings), plain)
 
 
-def find_host(name: str, what: str = "host") -> Host:
-    """The host of that name, in whatever spelling. Raises ValueError for an unknown one, which it calls `what`."""
+def find_host(name: str) -> Host:
+    """The host of that name, in whatever spelling. Raises ValueError for an unknown one."""
     if (host := HOSTS.get(host_name(name))) is None:
-        raise unknown(what, name, HOSTS)
+        raise unknown("host", name, HOSTS)
     return host

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from argparse import SUPPRESS, Action, ArgumentParser
+from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -13,7 +13,7 @@ from typing import Any
 
 from mismatch_plugin.config import MismatchConfig, MismatchWarning
 from mismatch_plugin.config.flags import add_arguments, underscored_spellings
-from mismatch_plugin.hooks.base import Given, Host, Parser, Plan
+from mismatch_plugin.hooks.base import Given, Host, Parser, Plan, peek
 from mismatch_plugin.hooks.version import version_line
 from mismatch_plugin.report.log import validate_same_settings
 
@@ -39,11 +39,9 @@ def make_plan(host: Host, argv: Sequence[str], script: Path | None) -> tuple[Giv
         given = read_command_line(argv, host.part.FLAGS)
         plan = host.part.plan(host, given, script)
     lines = list(plan.lines)
-    for warning in found:
-        if not issubclass(warning.category, MismatchWarning):
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-        elif not any(str(warning.message) in line for line in lines):
-            lines.append(f"! {warning.message}")
+    for message in (str(warning.message) for warning in found if issubclass(warning.category, MismatchWarning)):
+        if not any(message in line for line in lines):
+            lines.append(f"! {message}")
     if plan.config is not None:
         if plan.config.report_dir is not None:
             validate_same_settings(plan.config.report_dir, plan.config)
@@ -61,12 +59,13 @@ def read_command_line(argv: Sequence[str], host_flags: Collection[str] = ()) -> 
     behind `--`, one given twice with two values, an invalid value, and whatever `MismatchConfig.from_args` refuses.
     """
     parser = _parser()
-    ours, theirs, rest = _divide(parser, argv)
+    known = sorted(name for name in parser._option_string_actions if "_" not in name)
+    ours, theirs, rest = divide(argv)
     for token in rest:
         if _action(parser, token) is not None:
             raise ValueError(f"{token} stands behind --, where it would not be read: put it before the --.")
     for token in (*theirs, *rest):
-        _validate_spelling(token.partition("=")[0], parser, host_flags)
+        _validate_spelling(token.partition("=")[0], known, host_flags)
     _validate_single_values(parser, ours)
     namespace = parser.parse_args(list(chain(*ours)))
     host, explain_only = namespace.mismatch_host, bool(namespace.mismatch_explain_only)
@@ -86,42 +85,15 @@ def help_text(usage: str, description: str) -> str:
     return parser.format_help()
 
 
-def script_position(argv: Sequence[str]) -> int:
-    """Index of the first token that is no flag of ours nor its value: the training script, or -m."""
-    return len(argv) - len(_divide(_parser(), argv, stop=True)[2])
-
-
-def named_host(argv: Sequence[str]) -> str | None:
-    """The value of --mismatch-host."""
+def divide(argv: Sequence[str]) -> tuple[list[list[str]], list[str], list[str]]:
+    """(flags of ours, each with its value; the other tokens; all from `--` on, which is the host's)."""
     parser = _parser()
-    named = [tokens for tokens in _divide(parser, argv)[0] if _action(parser, tokens[0]).dest == "mismatch_host"]
-    return parser.parse_args(list(chain(*named))).mismatch_host
-
-
-def _parser() -> Parser:
-    parser = Parser(add_help=False, allow_abbrev=False)
-    add_arguments(parser)
-    parser.add_argument(HOST_FLAG, metavar="NAME", default=None, help="host that the script starts, named by hand")
-    parser.add_argument(*underscored_spellings([HOST_FLAG]), default=None, help=SUPPRESS)
-    return parser
-
-
-def _action(parser: ArgumentParser, token: str) -> Any:
-    return parser._option_string_actions.get(token.partition("=")[0])
-
-
-def _divide(
-    parser: ArgumentParser, argv: Sequence[str], stop: bool = False
-) -> tuple[list[list[str]], list[str], list[str]]:
-    """(flags of ours, each with its value; theirs; the rest from `--` on, with `stop` from the first of theirs on)."""
     ours: list[list[str]] = []
     theirs: list[str] = []
     rest = list(argv)
-    while rest:
-        action: Action | None = _action(parser, rest[0])
-        if rest[0] == "--" or (stop and action is None):  # what follows is the host's, whatever it looks like
-            break
+    while rest and rest[0] != "--":
         token = rest.pop(0)
+        action = _action(parser, token)
         if action is None:
             theirs.append(token)
             continue
@@ -136,21 +108,37 @@ def _divide(
     return ours, theirs, rest
 
 
-def _validate_spelling(flag: str, parser: ArgumentParser, host_flags: Collection[str]) -> None:
-    spelled = flag.translate(_DASHES)
-    if not spelled.startswith("-") or flag in host_flags:
-        return
-    known = sorted(name for name in parser._option_string_actions if "_" not in name)
-    plain = f"--{spelled.lstrip('-')}".replace("_", "-")
+def named_host(argv: Sequence[str]) -> str | None:
+    """The value of --mismatch-host."""
+    (underscored,) = underscored_spellings([HOST_FLAG])
+    return peek(argv, {HOST_FLAG: {}, underscored: {}})[0].mismatch_host
+
+
+def _parser() -> Parser:
+    parser = Parser(add_help=False, allow_abbrev=False)
+    add_arguments(parser)
+    parser.add_argument(HOST_FLAG, metavar="NAME", default=None, help="host that the script starts, named by hand")
+    parser.add_argument(*underscored_spellings([HOST_FLAG]), default=None, help=SUPPRESS)
+    return parser
+
+
+def _action(parser: ArgumentParser, token: str) -> Any:
+    return parser._option_string_actions.get(token.partition("=")[0])
+
+
+def _validate_spelling(flag: str, known: Sequence[str], host_flags: Collection[str]) -> None:
+    plain = "--" + flag.translate(_DASHES).lstrip("-").replace("_", "-")
     dashed = flag.startswith("--")
+    if flag.translate(_DASHES)[:1] != "-" or flag in host_flags:
+        return
     if not dashed and plain in host_flags and plain not in known:
         return
-    meant = difflib.get_close_matches(plain, known, n=1, cutoff=_SIMILAR)
+    similar = difflib.get_close_matches(plain, known, n=1, cutoff=_SIMILAR)
     # With other dashes it may be a value, which begins like a flag of ours by chance.
-    if not meant and not (dashed and plain.startswith(_FAMILIES)):
+    if not similar and not (dashed and plain.startswith(_FAMILIES)):
         return
     # What is misspelt may also be the host's: --tis_clip for slime's --tis-clip.
-    meant = difflib.get_close_matches(plain, [*known, *host_flags], n=1, cutoff=0.5) or meant
+    meant = difflib.get_close_matches(plain, [*known, *host_flags], n=1, cutoff=0.5)
     fix = f"did you mean {meant[0]}?" if meant else "mismatch-plugin has no such flag."
     raise ValueError(f"{flag} is unknown: {fix} (The host would ignore it, or stop.)")
 

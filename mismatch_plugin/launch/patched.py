@@ -12,12 +12,8 @@ from mismatch_plugin.hooks.base import settled, start_block, stop
 from mismatch_plugin.hooks.hosts import find_host
 from mismatch_plugin.launch.command_line import make_plan
 
-_launched: list[bool] = []  # not empty: the launcher has read the command line already
-
-
-def under_launcher() -> None:
-    """Say that the launcher has done it: the decorator then leaves the parser as it is."""
-    _launched.append(True)
+LAUNCHED: list[bool] = []
+"""Not empty where the launcher has read the command line already: the decorator then leaves the parser as it is."""
 
 
 def with_our_flags(host: str) -> Callable[[Callable[..., Namespace]], Callable[..., Namespace]]:
@@ -30,7 +26,7 @@ def with_our_flags(host: str) -> Callable[[Callable[..., Namespace]], Callable[.
     def decorate(parse_args: Callable[..., Namespace]) -> Callable[..., Namespace]:
         @wraps(parse_args)
         def parse(*args: Any, **kwargs: Any) -> Namespace:
-            if _launched:
+            if LAUNCHED:
                 return parse_args(*args, **kwargs)
             try:
                 given, plan = make_plan(find_host(host), sys.argv[1:], None)

@@ -20,6 +20,11 @@ class Target:
     module: bool
     path: Path | None
 
+    @property
+    def script(self) -> str:
+        """Its name in sentences, without folders."""
+        return os.path.basename(self.name)
+
     @classmethod
     def of(cls, words: Sequence[str], usage: str) -> tuple[Target, list[str]]:
         """What a command line names first, and the rest of the line. Raises ValueError where that does not exist."""
@@ -37,16 +42,14 @@ class Target:
     def imports(self) -> set[str]:
         """Dotted names of all modules that it imports anywhere, of what it takes from them, and its own if a module.
 
-        The source is parsed as Python reads it (a byte order mark, an encoding declared), and not run.
-        Raises: ValueError for what is no Python: a shell script, most often.
+        The source is parsed and not run. Raises: ValueError for what is no Python: a shell script, most often.
         """
         found = {self.name} if self.module else set[str]()
         try:
             tree = ast.parse(self.path.read_bytes() if self.path is not None else b"")
         except (SyntaxError, ValueError) as error:
-            reason = f"{error.msg}, line {error.lineno}" if isinstance(error, SyntaxError) else str(error)
             raise ValueError(
-                f"{self.path} is no Python script ({reason}). If it starts one, put the launcher inside it, before "
+                f"{self.path} is no Python script ({error}). If it starts one, put the launcher inside it, before "
                 f"that one: `python -m mismatch_plugin.launch train.py …`."
             ) from None
         for node in ast.walk(tree):

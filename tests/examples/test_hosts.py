@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -18,7 +17,6 @@ import yaml
 
 import mismatch_plugin as mp
 from examples.collect_report import collect
-from mismatch_plugin.config import bound_warnings
 from mismatch_plugin.hooks import slime
 from mismatch_plugin.hooks.base import Plan
 from mismatch_plugin.hooks.nemo_rl import config as nemo_rl_settings
@@ -80,12 +78,6 @@ def test_every_example_is_in_the_table_and_tested() -> None:
             assert path.name in tests, f"no test parses {name}"
 
 
-@pytest.mark.parametrize("path", [path for path in HOST_EXAMPLES if path.suffix == ".sh"], ids=lambda path: path.name)
-def test_shell_scripts_are_sound(path: Path) -> None:
-    subprocess.run(["bash", "-n", str(path)], check=True)
-    assert os.access(path, os.X_OK) and "set -euo pipefail" in path.read_text()
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -94,20 +86,9 @@ def test_shell_scripts_are_sound(path: Path) -> None:
         flags_of(SLIME / "run-qwen3-4B-yaml.diff"),  # mismatch.yaml
         ["--use-tis", "--custom-config-path", str(SLIME / "mis.yaml")],
     ],
-    ids=["flags", "long", "yaml", "slime's yaml"],
 )
 def test_slime_s_examples_mean_token_weights(words: list[str], tmp_path: Path) -> None:
     assert plan_of(ray_tree(tmp_path, "slime"), *words).lines[:3] == TOKEN_IS
-
-
-def test_one_example_shows_another_level_and_says_where_it_holds() -> None:
-    """Of all files that set a level one names another, next to it, and the lengths at which its bound can hold."""
-    lines = [(path.name, line) for path in HOST_EXAMPLES for line in path.read_text().splitlines()]
-    ((file, line),) = [at for at in lines if re.search(r"level.*\b(sequence|geometric|turn|prefix)\b", at[1])]
-    found = re.fullmatch(r"  level: token # (\w+): for .* of at most (\d+) tokens, .*", line)
-    assert file == "mismatch.yaml" and found is not None
-    other = mp.preset("token_is").replace(tis={"level": found[1]})
-    assert bound_warnings(other, int(found[2])) == [] and len(bound_warnings(other, 8192)) == 1
 
 
 def meant_by_path(args: Namespace) -> None:
@@ -267,14 +248,11 @@ def test_compare_four_on_a_cluster(tmp_path: Path) -> None:
 
 def test_explaining_four_runs_leaves_no_trace(tmp_path: Path) -> None:
     """Four jobs are explained, also behind a finished run, and nothing says afterwards that one has run."""
-    output = tmp_path / "output"
-    finished = folder(output / "cluster" / "1" / "seed0") / "done.json"
+    finished = folder(tmp_path / "output" / "cluster" / "1" / "seed0") / "done.json"
     finished.write_text("{}")
-    jobs = jobs_of(tmp_path, {"OUTPUT": str(output)}, "train.py", "--mismatch-explain-only")
-    jobs += jobs_of(tmp_path / "more", {"OUTPUT": str(output), "MORE": "--mismatch-explain-only"}, "train.py")
-    assert [Path(job[job.index("--mismatch-report-dir") + 1]).parent.name for job in jobs] == [*"0123"] * 2
-    assert [path for path in output.rglob("*") if path.is_file()] == [finished]
-    assert not (output / "cluster" / "0").exists()
+    jobs = jobs_of(tmp_path, {"OUTPUT": str(tmp_path / "output")}, "train.py", "--mismatch-explain-only")
+    assert [Path(job[job.index("--mismatch-report-dir") + 1]).parent.name for job in jobs] == [*"0123"]
+    assert [path for path in (tmp_path / "output").rglob("*") if path.is_file()] == [finished]
 
 
 def collected(output: Path, algorithm: str, preset: str) -> None:
@@ -299,24 +277,15 @@ def test_a_report_of_four_runs_is_complete_and_says_what_it_is_about(tmp_path: P
 
 
 def test_a_report_of_what_is_not_what_it_seems_is_refused(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "collect_report.py"), str(folder(tmp_path / "empty"))]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("collect_report: no metrics.jsonl below")
-    assert "did the runs get --mismatch-report-dir" in done.stderr
+    with pytest.raises(ValueError, match=r"no metrics\.jsonl below .*: did the runs get --mismatch-report-dir"):
+        collect(folder(tmp_path / "empty"))
     collected(tmp_path / "mixed", "1", "seq_is")
     with pytest.raises(ValueError, match=r"seed7 holds a run of algorithm 2: move it to a folder of that name"):
         collect(tmp_path / "mixed")
     compared = folder(tmp_path / "compared") / "run.json"
-    for text, says in (
-        ('{"settings": ["control"]}', "holds a run of `mismatch-plugin compare`"),
-        ('{"settings": ["con', r"run\.json is damaged: "),
-    ):
-        compared.write_text(text)
-        with pytest.raises(ValueError, match=says):
-            collect(tmp_path / "compared")
-        assert compared.read_text() == text
+    compared.write_text('{"settings": ["control"]}')
+    with pytest.raises(ValueError, match="holds a run of `mismatch-plugin compare`"):
+        collect(tmp_path / "compared")
 
 
 def run_script(

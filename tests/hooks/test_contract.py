@@ -7,9 +7,10 @@ batch. Data are rows of responses with tool tokens in the middle, one advantage 
 from __future__ import annotations
 
 import re
+import shutil
+import sys
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -18,13 +19,12 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 
 import mismatch_plugin as mp
 from mismatch_plugin.config.fields import flag_names, leaf_fields, value_and_default
 from mismatch_plugin.config.presets import PRESETS
-from mismatch_plugin.config.values import dotted_fields_set, ignore_mismatch_warnings
+from mismatch_plugin.config.values import dotted_fields_set
 from mismatch_plugin.core.validity import InvalidLogProbError
 from mismatch_plugin.diagnose.flags import available, flags_for
 from mismatch_plugin.hooks import prime_rl, skyrl, trl
@@ -33,7 +33,7 @@ from mismatch_plugin.hooks.hosts import HOSTS
 from mismatch_plugin.launch.__main__ import prepare
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.report.presets import quiet_preset
-from tests.hooks.contracts.launch_trees import megatron_tree, ray_tree
+from tests.hooks.test_lines import script_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 Data = dict[str, Tensor]
@@ -130,58 +130,24 @@ def _nemo_total(plan: Plan, data: Data, current: Tensor) -> Tensor:
     rows = {theirs: torch.nn.functional.pad(data[mine], (1, 0)) for theirs, mine in names.items()}
     rows |= {"token_mask": torch.nn.functional.pad(MASK, (1, 0)), "sample_mask": torch.ones(len(MASK))}
     one = torch.ones((), dtype=torch.float64)
-    return MismatchLoss({**NEMO_RL, "mismatch": block})(current, rows, one, one)[0]
+    section = {"ratio_clip_min": 0.2, "ratio_clip_max": 0.3, "reference_policy_kl_penalty": 0.0, "mismatch": block}
+    return MismatchLoss(section)(current, rows, one, one)[0]
 
 
-NEMO_RL = {
-    "ratio_clip_min": 0.2,
-    "ratio_clip_max": 0.2,
-    "token_level_loss": True,
-    "use_importance_sampling_correction": False,
-    "truncated_importance_sampling_ratio": None,
-    "reference_policy_kl_penalty": 0.0,
+# Host → (the sum of its loss, host words under which it is a plain sum over tokens).
+ROWS: dict[str, tuple[Callable[[Plan, Data, Tensor], Tensor], str]] = {
+    "slime": (_ray_total("slime"), "--calculate-per-token-loss"),
+    "miles": (_ray_total("miles"), "--calculate-per-token-loss"),
+    "megatron-lm": (_megatron_total, "--grpo-kl-beta 0"),
+    "verl": (_verl_total, ""),
+    "nemo-rl": (_nemo_total, "loss_fn.token_level_loss=true"),
 }
 
 
-def _tree(folder: Path, name: str, text: str, **more: Any) -> list[str]:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text(text)
-    if not more:
-        return [str(folder / name)]
-    (folder / "config.yaml").write_text(yaml.safe_dump(more))
-    return [str(folder / name), "--config", str(folder / "config.yaml")]
-
-
-@dataclass(frozen=True)
-class Row:
-    """before: what stands before our flags. neutral: host words under which its loss is a plain sum over tokens.
-    total: that sum. nulls: host words that leave its own bound or clip empty."""
-
-    before: Callable[[Path], list[str]]
-    total: Callable[[Plan, Data, Tensor], Tensor]
-    neutral: str = ""
-    nulls: tuple[str, ...] = ()
-
-
-ROWS = {
-    "slime": Row(lambda folder: [str(ray_tree(folder, "slime"))], _ray_total("slime"), "--calculate-per-token-loss"),
-    "miles": Row(lambda folder: [str(ray_tree(folder, "miles"))], _ray_total("miles"), "--calculate-per-token-loss"),
-    "megatron-lm": Row(lambda folder: [str(megatron_tree(folder, patched=True))], _megatron_total, "--grpo-kl-beta 0"),
-    "verl": Row(
-        lambda folder: _tree(folder, "main.py", "import verl\n"),
-        _verl_total,
-        nulls=("algorithm.rollout_correction.rollout_is=null", "actor_rollout_ref.actor.clip_ratio_low=null"),
-    ),
-    "nemo-rl": Row(
-        lambda folder: _tree(folder, "run_grpo.py", "import nemo_rl\n", loss_fn=NEMO_RL),
-        _nemo_total,
-        nulls=("loss_fn.truncated_importance_sampling_ratio=null loss_fn.use_importance_sampling_correction=true",),
-    ),
-}
-
-
-def _plan(name: str, words: str, folder: Path, host_words: str = "") -> Plan:
-    return prepare([*ROWS[name].before(folder / "tree"), *host_words.split(), *words.split()])[3]
+def _plan(name: str, words: str, folder: Path) -> Plan:
+    shutil.rmtree(folder / "tree", ignore_errors=True)
+    script = script_of("megatron-lm, patched" if name == "megatron-lm" else name, folder / "tree")
+    return prepare([*script, *ROWS[name][1].split(), *words.split()])[3]
 
 
 # The doors: the settings that flags give there, and the sum of the loss -----------------------------------------------
@@ -271,13 +237,12 @@ def _made(name: str, words: str, folder: Path) -> tuple[mp.MismatchConfig, Calla
     if name in DOORS:
         settings, total = DOORS[name]
         return settings(words), partial(total, words)
-    plan = _plan(name, words, folder, ROWS[name].neutral)
+    plan = _plan(name, words, folder)
     assert plan.config is not None and f"algorithm {plan.config.algorithm}: " in "\n".join(plan.lines)
-    return plan.config, partial(ROWS[name].total, plan)
+    return plan.config, partial(ROWS[name][0], plan)
 
 
 every_host = pytest.mark.parametrize("name", HOSTS)
-launched = pytest.mark.parametrize("name", ROWS)
 SETTINGS = (
     "--use-rs --rs-level geometric --rs-upper-bound 1.2",
     "--rs-criterion token:k2:0.05",
@@ -370,7 +335,6 @@ ASKED = {
     "budgets": "--rs-criterion token:k2:0.5:share=0.1",
     "penalty": "--mismatch-rollout-kl-coef 0.1",
     "report": "--mismatch-report-dir REPORT",
-    "metrics": "--mismatch-metrics full",
     "gate": "--mismatch-gate-kl 0.001",
 }
 
@@ -420,30 +384,17 @@ def test_every_method_is_asked_for_by_something() -> None:
             assert any(path.startswith(start) for path in paths), (host.name, start)
 
 
-# What every launcher reads refuses; at a door only what a door can tell.
-MISTAKES = {
-    "--use-tis --tis-levle token": "--tis-levle is unknown: did you mean --tis-level",
-    "--use-tsi": "--use-tsi is ",
-    "--tis-level sequence": "--tis-level sequence changes no weight",
-    "--use-tis --tis-level token --tis-level sequence": "--tis-level sequence contradicts --tis-level token",
-    "--use-tis --tis-lower-bound 0.5": "--tis-lower-bound 0.5 bounds no weight",
-    "--use-tis -- --tis-level sequence": "--tis-level stands behind --",
-    "--mismatch-preset nothing": "preset 'nothing' is unknown",
-    "--use-tis --mismatch-config /nowhere.yaml": "/nowhere.yaml does not exist",
-    "--use-tis true": "--use-tis is a switch and takes no value",
-}
-AT_DOORS = ("--use-tsi", "--tis-level sequence", "--use-tis --tis-lower-bound 0.5")
-
-
-@every_host
-def test_misspelt_and_contradictory_flags_are_refused_and_none_change_nothing(name: str, tmp_path: Path) -> None:
-    for words in MISTAKES if name in ROWS else AT_DOORS:
-        with pytest.raises(ValueError, match=re.escape(MISTAKES[words])):
-            _made(name, words, tmp_path)
-    if name in ROWS:
-        plan = _plan(name, "", tmp_path, "--lr=1e-6")
-        assert (plan.added, plan.config, plan.argv[-1]) == ((), None, "--lr=1e-6")
-        return
+@pytest.mark.parametrize("name", DOORS)
+def test_misspelt_and_contradictory_flags_and_broken_numbers_are_refused_at_a_door(name: str) -> None:
+    """As the launcher does, tests/launch/test_command_line.py."""
+    mistakes = {
+        "--use-tsi": "--use-tsi is ",
+        "--tis-level sequence": "--tis-level sequence changes no weight",
+        "--use-tis --tis-lower-bound 0.5": "--tis-lower-bound 0.5 bounds no weight",
+    }
+    for words, sentence in mistakes.items():
+        with pytest.raises(ValueError, match=sentence):
+            DOORS[name][0](words)
     data = batch()
     data["rollout"][1, 2] = float("nan")
     words = "--use-rollout-log-probs" if name == "prime-rl" else "--use-tis"
@@ -451,19 +402,10 @@ def test_misspelt_and_contradictory_flags_are_refused_and_none_change_nothing(na
         DOORS[name][1](words, data, data["current"])
 
 
-@launched
-def test_bounds_and_defaults_are_the_documented_ones(name: str, tmp_path: Path) -> None:
-    """Also where the host's own bound is null."""
-    with ignore_mismatch_warnings():
-        documented = mp.MismatchConfig(use_tis=True)
-    for null in ("", *ROWS[name].nulls):
-        plan = _plan(name, "--use-tis", tmp_path, null)
-        assert plan.config is not None
-        scope = {"batch_normalize_scope": plan.config.tis.batch_normalize_scope}
-        assert plan.config.tis == documented.tis.model_copy(update=scope), null
-        assert (plan.config.rs, plan.config.metrics) == (documented.rs, "basic")
-        assert plan.config.tis.upper == 2.0 and plan.config.tis.lower == 0.5
-        assert plan.config.ppo.eps_clip_low == (0.01 if name == "megatron-lm" else 0.2)
+@pytest.mark.parametrize("name", ROWS)
+def test_without_our_flags_nothing_is_changed(name: str, tmp_path: Path) -> None:
+    plan = _plan(name, "--lr=1e-6", tmp_path)
+    assert (plan.added, plan.config, plan.argv[-1]) == ((), None, "--lr=1e-6")
 
 
 # The doors, each by itself --------------------------------------------------------------------------------------------
@@ -483,7 +425,7 @@ TRL_NEUTRAL = "--use-rollout-log-probs --rollout-log-prob-policy neutral"
             "off_policy_correction is set",
         ),
         (lambda: skyrl.settings(_skyrl(logprobs=None), "--use-tis"), "sampling_params.logprobs=1"),
-        (lambda: prime_rl.settings(flags="--use-tis", preset="pg_is"), "give all as flags, or none"),
+        (lambda: prime_rl.settings(flags="--use-tis", preset="pg_is"), "setting 'flags' is unknown"),
     ],
 )
 def test_what_a_door_s_own_configuration_rules_out(call: Callable[[], object], message: str) -> None:
@@ -515,6 +457,15 @@ def test_what_the_doors_say_and_read_of_their_host() -> None:
     assert prime_rl.settings(**loss["kwargs"]).algorithm == 3
 
 
+def test_skyrl_s_registry_gets_the_loss(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    registered: dict[str, Any] = {}
+    module = SimpleNamespace(PolicyLossRegistry=SimpleNamespace(register=registered.__setitem__))
+    monkeypatch.setitem(sys.modules, "skyrl.backends.skyrl_train.utils.ppo_utils", module)
+    config = skyrl.register(_skyrl(), "--use-tis")
+    assert registered["mismatch"].keywords == {"mismatch": config}
+    assert "mismatch_plugin on skyrl:\n  algorithm 2: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("preset", [record.name for record in PRESETS])
 @pytest.mark.parametrize("name", DOORS)
 def test_what_inspect_shows_is_what_the_door_takes(name: str, preset: str) -> None:
@@ -535,13 +486,9 @@ def test_what_inspect_shows_is_what_the_door_takes(name: str, preset: str) -> No
         given = tomllib.loads(shown[0])["trainer"]["loss"]["kwargs"]["flags"]
     if name == "trl" and allowed.use_rollout_log_probs and allowed.rejects:
         with pytest.raises(ValueError, match="rejection in algorithm 1"):
-            trl.settings(given, _trl_args())
+            DOORS[name][0](given)
         return
-    made = {
-        "trl": lambda: trl.settings(given, _trl_args()),
-        "skyrl": lambda: skyrl.settings(_skyrl(), given or {}),
-        "prime-rl": lambda: prime_rl.settings(flags=given),
-    }[name]()
+    made = DOORS[name][0](given)
     own: dict[str, Any] = {"denominator": allowed.denominator}
     if any(note.startswith("ppo.eps_clip_low") for note in notes):  # an objective's, which the host has to be told
         own["ppo"] = allowed.ppo.model_dump(exclude_unset=True) | made.ppo.model_dump()

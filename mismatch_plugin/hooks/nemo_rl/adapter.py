@@ -12,8 +12,7 @@ clip, KL and aggregation stay its own.
 from __future__ import annotations
 
 import math
-from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -84,9 +83,18 @@ class MismatchLoss:
 
     @property
     def metric_normalizations(self) -> dict[str, Any]:
-        """Metric → NeMo-RL's MetricNormalizer, for its trainers that divide at the end of the step."""
+        """Every metric that may be returned → NeMo-RL's MetricNormalizer, for its trainers that divide at the end of
+        the step."""
         kinds = import_module(_INTERFACES).MetricNormalizer
-        return {name: getattr(kinds, kind) for name, kind in normalizers(self.config, self.token_level).items()}
+        whole = "TOKENS" if self.token_level else "SEQUENCES"
+        names = {
+            "loss": whole,
+            "kl_penalty": whole,
+            "num_valid_samples": "NONE",
+            **dict.fromkeys(("token_mult_prob_error", "gen_kl_error", "sampling_importance_ratio"), "TOKENS"),
+            **{PREFIX + metric.name: measure.upper() for metric, _, measure in means(self.config)},
+        }
+        return {name: getattr(kinds, kind) for name, kind in names.items()}
 
     def __call__(
         self, next_token_logprobs: Tensor, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor
@@ -192,34 +200,24 @@ def summable_metrics(
     return metrics
 
 
-def normalizers(config: MismatchConfig, token_level: bool) -> dict[str, str]:
-    """Metric → name of NeMo-RL's MetricNormalizer, for every metric that may be returned."""
-    whole = "TOKENS" if token_level else "SEQUENCES"
-    return {
-        "loss": whole,
-        "kl_penalty": whole,
-        "num_valid_samples": "NONE",
-        "token_mult_prob_error": "TOKENS",
-        "gen_kl_error": "TOKENS",
-        "sampling_importance_ratio": "TOKENS",
-        **{PREFIX + metric.name: measure.upper() for metric, _, measure in means(config)},
-    }
-
-
 def with_mismatch_loss(setup: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """NeMo-RL's `setup` as a patched tree decorates it: see `setup_with_loss`."""
     return wrapped_by(setup_with_loss, setup)
 
 
-def setup_with_loss(
-    own: Callable[..., tuple[Any, ...]], master_config: Any, *args: Any, said: Sequence[str] = (), **kwargs: Any
-) -> tuple[Any, ...]:
-    """What NeMo-RL's `setup` returns, its loss replaced and the start-up block printed; its own without
-    `loss_fn.mismatch`.
+def install() -> None:
+    """Wrap `nemo_rl.algorithms.grpo.setup`, also where the script has imported it by name already. Idempotent."""
+    wrap_once(_GRPO, "setup", setup_with_loss)
 
-    said: the block's lines that the launcher has printed; only what the whole configuration adds to them is.
-    Raises: ValueError where what `setup` returns holds no loss, the settings contradict NeMo-RL's, or workers cannot
-    load the loss.
+
+def setup_with_loss(
+    own: Callable[..., tuple[Any, ...]], master_config: Any, *args: Any, **kwargs: Any
+) -> tuple[Any, ...]:
+    """What NeMo-RL's `setup` returns with our loss in the place of its own, the start-up block printed, and its logger
+    writing each step to the report folder; its own without `loss_fn.mismatch`.
+
+    Raises: ValueError where what `setup` returns holds no loss or no logger, the settings contradict NeMo-RL's, or
+    workers cannot load the loss.
     """
     if loss_settings(master_config).get("mismatch") is None:
         return own(master_config, *args, **kwargs)
@@ -229,48 +227,31 @@ def setup_with_loss(
     if config.report_dir is not None:
         validate_same_settings(config.report_dir, config, holds=True)
     if config.rs.group != "keep":
-        GroupAdvantages(config, master_config).install()
-    lines = [line for line in lines if line not in said] if said else [*lines, version_line(NEMO_RL)]
-    if lines:
-        print(start_block("nemo-rl", lines), flush=True)
-    made = replace_loss(own(master_config, *args, **kwargs), master_config)
+        GroupAdvantages(config).install()
+    print(start_block("nemo-rl", [*lines, version_line(NEMO_RL)]), flush=True)
+    made = own(master_config, *args, **kwargs)
+    theirs = _only(made, "loss", lambda item: hasattr(item, "input_type") and hasattr(item, "loss_type"))
+    loss = MismatchLoss(master_config, bool(getattr(theirs, "use_fused_linear_logprobs", False)))
     if config.report_dir is not None:
-        write_steps(made, config)
-    return made
+        logger = _only(made, "logger", lambda item: callable(getattr(item, "log_metrics", None)))
+        wrap_once(logger, "log_metrics", partial(_log_metrics, config))
+    return tuple(loss if item is theirs else item for item in made)
 
 
-def replace_loss(made: tuple[Any, ...], master_config: Any) -> tuple[Any, ...]:
-    """What `setup` returned with our loss in the place of its own. Raises ValueError where there is not exactly one."""
-    places = [index for index, item in enumerate(made) if hasattr(item, "input_type") and hasattr(item, "loss_type")]
-    if len(places) != 1:
-        raise ValueError(
-            f"NeMo-RL's setup returned {len(places)} losses, not one: pass the loss to its trainer yourself."
-        )
-    fused = bool(getattr(made[places[0]], "use_fused_linear_logprobs", False))
-    loss = MismatchLoss(master_config, use_fused_linear_logprobs=fused)
-    return (*made[: places[0]], loss, *made[places[0] + 1 :])
+def _only(made: tuple[Any, ...], what: str, is_one: Callable[[Any], bool]) -> Any:
+    """The one item of what `setup` returned that is it. Raises ValueError where there is not exactly one."""
+    found = [item for item in made if is_one(item)]
+    if len(found) != 1:
+        raise ValueError(f"NeMo-RL's setup returned an unknown form, with {len(found)} items that may be its {what}.")
+    return found[0]
 
 
-def write_steps(made: tuple[Any, ...], config: MismatchConfig) -> None:
-    """Make the logger of what `setup` returned write each step that it logs to the report folder, on this process.
-
-    Next to ours a line has the other numbers that NeMo-RL logs of a step (reward, gradient norm, lengths …).
-    Raises ValueError where there is not exactly one logger.
-    """
-    loggers: list[Any] = [item for item in made if callable(getattr(item, "log_metrics", None))]
-    if len(loggers) != 1:
-        raise ValueError(f"NeMo-RL's setup returned {len(loggers)} loggers, not one: leave report_dir out.")
-
-    def log_metrics(own: Callable[..., None], metrics: Mapping[str, Any], step: int, *args: Any, **kwargs: Any) -> None:
-        own(metrics, step, *args, **kwargs)
-        report_logged(config, int(step), metrics)
-
-    wrap_once(loggers[0], "log_metrics", log_metrics)
-
-
-def install(said: Sequence[str] = ()) -> None:
-    """Wrap `nemo_rl.algorithms.grpo.setup`, also where the script has imported it by name already. Idempotent."""
-    wrap_once(_GRPO, "setup", partial(setup_with_loss, said=said))
+def _log_metrics(
+    config: MismatchConfig, own: Callable[..., None], metrics: Mapping[str, Any], step: int, *args: Any, **kwargs: Any
+) -> None:
+    """The logger's own, and a line of the report where these are a step's. Next to ours it has NeMo-RL's numbers."""
+    own(metrics, step, *args, **kwargs)
+    report_logged(config, int(step), metrics)
 
 
 # The launcher ---------------------------------------------------------------------------------------------------------
@@ -285,8 +266,9 @@ def plan(host: Host, given: Given, script: Path | None) -> Plan:
 
     Raises: ValueError where the configuration's `loss_fn` and ours contradict each other.
     """
-    args, _ = peek(given.host_argv, {"--config": {"type": str, "default": None}})
-    sections = _sections(args, given, script)
+    folder = Path() if script is None else script.parent
+    args, _ = peek(given.host_argv, {"--config": {"type": Path, "default": folder / _DEFAULT_CONFIG}})
+    sections = _sections(args.config, given)
     there = sections[_SECTION].get("mismatch") is not None
     if not given.flags and not there:
         return Plan.untouched(host, given)
@@ -297,15 +279,12 @@ def plan(host: Host, given: Given, script: Path | None) -> Plan:
         added, sections[_SECTION]["mismatch"] = (f"+{_BLOCK}={text(given.settings)}",), given.settings
     config = settings(sections)
     lines = tuple(describe(config, sections))
-    return Plan((*given.host_argv, *added), added, lines, partial(install, lines), config)
+    return Plan((*given.host_argv, *added), added, lines, install, config)
 
 
-def _sections(args: Namespace, given: Given, script: Path | None) -> dict[str, Any]:
-    """`loss_fn` and `policy` of the YAML, its `defaults` resolved, with the overrides of the line."""
-    path = Path(args.config) if args.config is not None else None
-    if path is None and script is not None:
-        path = script.parent / _DEFAULT_CONFIG
-    if path is None or not path.is_file():
+def _sections(path: Path, given: Given) -> dict[str, Any]:
+    """`loss_fn`, `policy` and `grpo` of the YAML, its `defaults` resolved, with the overrides of the line."""
+    if not path.is_file():
         raise ValueError(f"NeMo-RL's configuration {path} does not exist: give --config FILE.")
     sections = _read(path)
     for name, value in read_overrides(given.host_argv).items():
@@ -314,14 +293,11 @@ def _sections(args: Namespace, given: Given, script: Path | None) -> dict[str, A
     return sections
 
 
-def _read(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The two sections of a file, over those of the files that its `defaults` name."""
-    path = path.resolve()
-    if path in children:
-        raise ValueError(f"configuration file {path} is among its own defaults: take it out of them.")
+def _read(path: Path) -> dict[str, Any]:
+    """These sections of a file, over those of the files that its `defaults` name."""
     data = read_mapping(path)
     defaults = data.get("defaults") or []
-    sections: dict[str, Any] = {_SECTION: {}, "policy": {}}
+    sections: dict[str, Any] = {_SECTION: {}, "policy": {}, "grpo": {}}
     for parent in [defaults] if isinstance(defaults, str) else defaults:
-        sections = merge(sections, _read(path.parent / str(parent), (*children, path)))
+        sections = merge(sections, _read(path.parent / str(parent)))
     return merge(sections, {name: data.get(name) or {} for name in sections})

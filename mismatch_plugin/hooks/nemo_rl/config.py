@@ -71,6 +71,12 @@ def settings(host_config: Any) -> MismatchConfig:
             "loss_fn.use_importance_sampling_correction asks for weights, and algorithm 0 of these settings has "
             "none: switch it off, or choose another algorithm."
         )
+    estimator = (section(host_config, "grpo").get("adv_estimator") or {}).get("name") or "grpo"
+    if config.rs.group != "keep" and estimator != "grpo":
+        raise ValueError(
+            f"rs.group {config.rs.group} is about the responses to one prompt, and grpo.adv_estimator.name {estimator} "
+            f"forms other advantages: choose grpo, or leave rs.group out."
+        )
     if config.rs.group != "keep" and host.get("force_on_policy_ratio"):
         raise ValueError(
             f"{BLOCK}.rs.group {config.rs.group} needs prev_logprobs before advantages, and "
@@ -117,8 +123,7 @@ def _sampling_filter(generation: Mapping[str, Any]) -> str:
         return ""
     return (
         f"top_p {generation.get('top_p')}, top_k {generation.get('top_k')}; NeMo-RL cuts the trainer's logits by the "
-        f"same filter, but by its own probabilities: no sampling mask is replayed. E ρ is the share that the trainer's "
-        f"filter leaves to the ids that the engine kept (1 if both keep the same, no bound else), and a sampled token "
-        f"that the trainer's filter drops has log-prob 0 on the trainer's side, which "
-        f"rollout_corr/rollout_is_ratio_mean shows. Set policy.generation.top_p=1.0 and top_k=null"
+        f"same filter, but by its own probabilities: no sampling mask is replayed. E ρ is the share that it leaves to "
+        f"the ids that the engine kept, which rollout_corr/rollout_is_ratio_mean shows. Set "
+        f"policy.generation.top_p=1.0 and top_k=null"
     )

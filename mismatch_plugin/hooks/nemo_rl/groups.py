@@ -19,27 +19,17 @@ from mismatch_plugin.core.correction import correct
 from mismatch_plugin.core.groups import EPSILON, group_metrics
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.hooks.base import wrap_once
-from mismatch_plugin.hooks.nemo_rl.config import section
 
 _GRPO, _UTILITIES = "nemo_rl.algorithms.grpo", "nemo_rl.algorithms.utils"
 
 
 class GroupAdvantages:
-    """`rs.group` of one run: what is accepted, from the batch to the estimator.
+    """`rs.group` of one run: what is accepted, from the batch to the estimator."""
 
-    Raises ValueError where NeMo-RL's configuration forms other advantages.
-    """
-
-    def __init__(self, config: MismatchConfig, master_config: Any) -> None:
+    def __init__(self, config: MismatchConfig) -> None:
         self.config = config
         self._accepted: Tensor | None = None
         self._logged: dict[str, Any] = {}
-        name = (section(master_config, "grpo").get("adv_estimator") or {}).get("name") or "grpo"
-        if name != "grpo":
-            raise ValueError(
-                f"rs.group {config.rs.group} is about the responses to one prompt, and grpo.adv_estimator.name {name} "
-                f"forms other advantages: choose grpo, or leave rs.group out."
-            )
 
     def install(self) -> None:
         """Wrap NeMo-RL's function between log-probs and advantages, and what makes its estimator. Once a run."""

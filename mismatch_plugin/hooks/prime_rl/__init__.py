@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -31,17 +31,6 @@ from mismatch_plugin.hooks.version import version_line
 from mismatch_plugin.limits import SAFETY_BOUND
 
 
-class LossInputs(Protocol):
-    """prime-rl's inputs of one sequence, [T]; loss_mask is bool, loss_weights multiply the losses of tokens."""
-
-    trainer_logprobs: Tensor
-    inference_logprobs: Tensor
-    ref_logprobs: Tensor | None
-    advantages: Tensor
-    loss_mask: Tensor
-    loss_weights: Tensor | None
-
-
 class LossOutputs(NamedTuple):
     """loss: 0-d, a sum over tokens, which prime-rl divides by the step's. metrics: [trained tokens] each."""
 
@@ -49,8 +38,11 @@ class LossOutputs(NamedTuple):
     metrics: dict[str, Tensor]
 
 
-def policy_loss(inputs: LossInputs, **kwargs: Any) -> LossOutputs:
+def policy_loss(inputs: Any, **kwargs: Any) -> LossOutputs:
     """Σ_t of the corrected loss of one sequence, algorithm 1 or 3, terms included. kwargs: see `settings`.
+
+    inputs: prime-rl's, each [T]: trainer_logprobs, inference_logprobs, ref_logprobs (or None), advantages, loss_mask
+    (bool), and loss_weights (or None), which multiply the losses of tokens.
 
     Metrics are values of tokens, of which prime-rl logs mean, median, deviation and extremes over the step and all
     ranks. Collectives: none. Host syncs: one, besides those of the metrics.
@@ -95,10 +87,7 @@ def settings(**kwargs: Any) -> MismatchConfig:
 @lru_cache(maxsize=16)
 def _resolved(text: str) -> MismatchConfig:
     own = json.loads(text)
-    if "flags" in own and len(own) > 1:
-        more = ", ".join(own.keys() - {"flags"})
-        raise ValueError(f"trainer.loss.kwargs has flags and {more}: give all as flags, or none.")
-    ours, base = given_settings(own.get("flags", own))
+    ours, base = given_settings(own["flags"] if own.keys() == {"flags"} else own)
     config = resolve(PRIME_RL, ours, {"denominator": "original"}, base=base)
     if os.environ.get("RANK", "0") == "0":
         print(start_block("prime-rl", [*describe(config), version_line(PRIME_RL)]), flush=True)

@@ -75,12 +75,10 @@ def policy_loss(
         padded_width=width,
     )
     token = token_loss(log_probs, packed, mismatch)
-    tokens = packed.loss_mask.sum().clamp(min=1)
-    statistics = token.correction.statistics
-    columns = {f"clip_sum_{name}": (column * packed.loss_mask).sum() / tokens for name, column in token.clip_columns()}
-    metrics = statistics.metrics(averaged_only=True)  # raises where a log-prob is invalid
-    if "clip_sum_clip_high" in columns:
-        metrics["clip_ratio"] = float(columns["clip_sum_clip_high"] + columns["clip_sum_clip_low"])
+    metrics = token.correction.statistics.metrics(averaged_only=True)  # raises where a log-prob is invalid
+    if clipped := dict(token.clip_columns()):
+        active = (clipped["clip_high"] | clipped["clip_low"]) & packed.loss_mask
+        metrics["clip_ratio"] = float(active.sum() / packed.loss_mask.sum().clamp(min=1))
     return token.total().sum(), metrics
 
 

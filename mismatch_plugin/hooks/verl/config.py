@@ -19,7 +19,7 @@ from mismatch_plugin.config.values import get_path, ignore_mismatch_warnings, me
 from mismatch_plugin.data.sampling import filter_bias
 from mismatch_plugin.hooks.base import block_lines, resolve
 from mismatch_plugin.hooks.hosts import VERL
-from mismatch_plugin.hooks.tree import BLOCK, plain, put, take_block
+from mismatch_plugin.hooks.tree import BLOCK, plain, put, take_block, text
 
 LOSS_NAME = "mismatch"
 RC, ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
@@ -78,8 +78,6 @@ def check_tree(tree: Any) -> MismatchConfig | None:
         why = f"{RC}.bypass_mode with a block {BLOCK}"
         if not config.use_rollout_log_probs:
             why = f"{BLOCK}.objective {config.objective}, where verl's own {mode} runs,"
-        elif objective != "ppo":
-            why += f" ({mode} is +{RC}.{BLOCK}.objective={objective} there)"
         raise ValueError(f"{why} needs our loss in the workers: add {LOSS_LINES}.")
     if uses_loss and plain(policy_loss.get("rollout_correction")) != plain(block):
         raise ValueError(f"{ACTOR}.policy_loss.rollout_correction is not {RC}: add {REFERENCE_LINE}.")
@@ -92,13 +90,11 @@ def check_tree(tree: Any) -> MismatchConfig | None:
     return config
 
 
-def describe(config: MismatchConfig, host_args: Any) -> list[str]:
-    """Lines of the start-up block: what will run, and what of it is verl's. host_args: verl's tree or an actor."""
-    reference = host_args.get("actor_rollout_ref")
-    actor = host_args if reference is None else reference["actor"]
-    policy_loss = actor.get("policy_loss") or {}
-    block = policy_loss.get("rollout_correction") if reference is None else host_args["algorithm"]["rollout_correction"]
-    bypass, mode = config.use_rollout_log_probs, policy_loss.get("loss_mode") or "vanilla"
+def describe(config: MismatchConfig, tree: Any) -> list[str]:
+    """Lines of the start-up block: what will run, and what of it is verl's. tree: verl's whole configuration."""
+    reference, block = tree["actor_rollout_ref"], tree["algorithm"]["rollout_correction"]
+    actor = reference["actor"]
+    bypass, mode = config.use_rollout_log_probs, (actor.get("policy_loss") or {}).get("loss_mode") or "vanilla"
     lines, leave_out = list[str](), tuple[str, ...]()
     if bypass:
         lines.append("weights and rejection are made in the workers' loss, micro-batch by micro-batch")
@@ -119,31 +115,23 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
             f"{LOSS_LINES}"
         )
     kept = not bypass and config.denominator == "original"
-    before = bypass or kept or reference is None or _counts_first(host_args)
-    aggregation = actor.get("loss_agg_mode", "token-mean")
-    divided = f"as in verl, {aggregation}: rejected tokens {'still' if before else 'do not'} count"
-    if before and not kept and config.rejects and aggregation == "seq-mean-token-mean":
-        divided += "; the mean inside a sequence is over what is left of it"
+    before = bypass or kept or _counts_first(tree)
+    count = "still" if before else "do not"
     if not (bypass or kept) and config.rejects:
         lines.append("verl's entropy and KL terms leave rejected tokens out too; denominator original keeps them")
     if bypass:
         lines.append("metrics are verl's plain mean over micro-batches; extremes, deviations, quantiles are left out")
     if config.gate_kl is not None:
-        compared = "each micro-batch, in the worker that holds it" if bypass else "the rollout batch, on the driver"
-        lines.append(f"the gate judges {compared}")
+        lines.append(f"the gate judges {'each micro-batch' if bypass else 'the rollout batch'}")
     if config.normalizes:
-        units = ""
-        if config.tis.mode == "mask":
-            mine = bypass or has_block(block)
-            units = ", accepted units only (verl's own: all, the rejected as 0)" if mine else ", the rejected as 0"
-        lines.append(f"batch normalisation over: {config.tis.batch_normalize_scope}{units}")
+        lines.append(f"batch normalisation over: {config.tis.batch_normalize_scope}")
     return block_lines(
         config,
         lines,
-        divided=divided,
+        divided=f"as in verl, {actor.get('loss_agg_mode', 'token-mean')}: rejected tokens {count} count",
         second_pass="no" if bypass else "yes",
-        filtered=_sampling_filter((reference or {}).get("rollout") or {}),
-        length=(host_args.get("data") or {}).get("max_response_length"),
+        filtered=_sampling_filter(reference.get("rollout") or {}),
+        length=(tree.get("data") or {}).get("max_response_length"),
         leave_out=leave_out,
     )
 
@@ -189,8 +177,8 @@ def _parts(host_config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @lru_cache(maxsize=16)
-def _build(text: str) -> MismatchConfig:
-    block, actor, late = json.loads(text)
+def _build(given: str) -> MismatchConfig:
+    block, actor, late = json.loads(given)
     own, name = take_block(block, RC)
     with ignore_mismatch_warnings():  # the merged configuration says what has no effect
         read = from_verl({**block, **actor})
@@ -231,9 +219,12 @@ def _validate_switches(name: str, block: Mapping[str, Any], theirs: MismatchConf
             raise ValueError(f"{RC}.{key} {block[key]} is next to {BLOCK}.preset {name}: leave one of them out.")
     bypass, reinforce = record.algorithm in (1, 3), record.algorithm == 3
     if theirs.use_rollout_log_probs != bypass or (bypass and (theirs.algorithm == 3) != reinforce):
-        switches = f"{RC}.bypass_mode={str(bypass).lower()}"
-        if bypass:
-            switches += f" and {RC}.loss_type={'reinforce' if reinforce else 'ppo_clip'}"
+        switches = " and ".join(f"{key}={text(value)}" for key, value in switches_of(record.algorithm).items())
         raise ValueError(
             f"preset {name} is algorithm {record.algorithm}, {ALGORITHM_NAMES[record.algorithm]}: set {switches}."
         )
+
+
+def switches_of(algorithm: int) -> dict[str, Any]:
+    """verl's own switches for an algorithm."""
+    return {f"{RC}.bypass_mode": algorithm in (1, 3), f"{RC}.loss_type": "reinforce" if algorithm == 3 else "ppo_clip"}

@@ -38,8 +38,7 @@ def correct_rollout_batch(batch: Any, config: MismatchConfig) -> tuple[Any, dict
     (`rollout_corr/all_rejected` is 1). Under `rs.group` the batch also says who is accepted, for the advantages.
     Host syncs: none on the driver, whose batch is on the CPU (the rows' lengths, the metrics, and whether anything is
     left are read there). Collectives: none.
-    Raises: ValueError for shapes that differ or a mask that is not 0 and 1; InvalidLogProbError naming row, position
-    and value.
+    Raises: ValueError for shapes that differ; InvalidLogProbError naming row, position and value.
     """
     data = batch.batch
     mask = data["response_mask"]
@@ -64,7 +63,7 @@ def pack_trained(data: Mapping[str, Tensor]) -> PackedSequences:
     """The rows up to their last token under the response mask: padding is left behind.
 
     Positions are those in the padded response, where a tool's output in the middle counts. Host syncs: one, for the
-    rows' lengths. Raises: ValueError for shapes that differ or a mask that is not 0 and 1.
+    rows' lengths. Raises: ValueError for shapes that differ.
     """
     mask = data["response_mask"]
     for name in ("old_log_probs", "rollout_log_probs"):
@@ -74,13 +73,8 @@ def pack_trained(data: Mapping[str, Tensor]) -> PackedSequences:
                 f"be of the same response tokens."
             )
     count, width = mask.shape
-    if not mask.numel():
-        lengths, odd = [0] * count, [0]
-    else:
-        order = torch.arange(1, width + 1, device=mask.device)
-        lengths, odd = torch.stack([((mask != 0) * order).amax(-1), _odd(mask).any(-1).long()]).tolist()
-    if any(odd):
-        raise ValueError(f"response_mask of row {odd.index(1)} holds values other than 0 and 1: find what writes them.")
+    order = torch.arange(1, width + 1, device=mask.device)
+    lengths = ((mask != 0) * order).amax(-1).tolist() if mask.numel() else [0] * count
 
     def packed(rows: Tensor) -> Tensor:
         return torch.cat([rows[:0].flatten(), *(row[:length] for row, length in zip(rows, lengths, strict=True))])
@@ -92,15 +86,6 @@ def pack_trained(data: Mapping[str, Tensor]) -> PackedSequences:
         old_log_probs=packed(data["old_log_probs"]),
         padded_width=width,
     )
-
-
-def _odd(mask: Tensor) -> Tensor:
-    """[B, …] bool: what is neither 0 nor 1."""
-    if mask.is_floating_point():
-        return mask != (mask != 0)
-    if mask.dtype == torch.bool:
-        return mask[:, :0]
-    return torch.stack([mask.amin(-1) < 0, mask.amax(-1) > 1], -1)
 
 
 def mark_accepted(batch: Any, config: MismatchConfig, accepted_N: Tensor) -> dict[str, float]:

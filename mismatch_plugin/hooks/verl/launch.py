@@ -29,6 +29,7 @@ from mismatch_plugin.hooks.verl.config import (
     check_tree,
     describe,
     has_block,
+    switches_of,
 )
 
 _POLICY_LOSS = f"{ACTOR}.policy_loss"
@@ -59,7 +60,11 @@ def plan(host: Host, given: Given, script: Path | None) -> Plan:
         block |= _objective(given, mode)
         overrides.pop(_LOSS_MODE, None)
         host_argv = tuple(token for token in host_argv if token.partition("=")[0].lstrip("+~") != _LOSS_MODE)
-    wanted = _wanted(given) if given.flags else {_LOSS_MODE: LOSS_NAME} if mode is None else {}
+    wanted: dict[str, Any] = {_LOSS_MODE: LOSS_NAME} if given.flags or mode is None else {}
+    if given.flags:
+        wanted = {**switches_of(given.config.algorithm), **wanted, LOG_PROBS: True}
+    if given.config.tis.batch_normalize:
+        wanted[f"{RC}.rollout_is_batch_normalize"] = True  # its default, False, would contradict ours
     for name, value in wanted.items():
         mine = overrides.get(name, value)
         if mine != value:
@@ -79,7 +84,7 @@ def plan(host: Host, given: Given, script: Path | None) -> Plan:
         added.append(f"+{RC}.{BLOCK}={text(block)}")
     tree = _tree({**overrides, **wanted}, block, script)
     policy_loss = tree["actor_rollout_ref"]["actor"]["policy_loss"]
-    if policy_loss.get("loss_mode") == LOSS_NAME and not _names(overrides, f"{_POLICY_LOSS}.rollout_correction"):
+    if policy_loss.get("loss_mode") == LOSS_NAME and "rollout_correction" not in policy_loss:
         added.append(REFERENCE_LINE.replace("'", ""))
     policy_loss["rollout_correction"] = tree["algorithm"]["rollout_correction"]
     config = check_tree(tree)
@@ -99,16 +104,6 @@ def validate_registration() -> None:
             "verl finds the plugin by the entry point of an installed package, which is missing here: pip install it "
             "in the image of every node (a folder on PYTHONPATH is not enough)."
         )
-
-
-def _wanted(given: Given) -> dict[str, Any]:
-    """verl's own switches for the algorithm."""
-    bypass = given.config.use_rollout_log_probs
-    kind = "reinforce" if given.config.algorithm == 3 else "ppo_clip"
-    wanted: dict[str, Any] = {f"{RC}.bypass_mode": bypass, f"{RC}.loss_type": kind}
-    if given.config.tis.batch_normalize:
-        wanted[f"{RC}.rollout_is_batch_normalize"] = True  # its default, False, would contradict ours
-    return {**wanted, _LOSS_MODE: LOSS_NAME, LOG_PROBS: True}
 
 
 def _objective(given: Given, mode: str) -> dict[str, Any]:
@@ -141,11 +136,3 @@ def _tree(overrides: Mapping[str, Any], block: Mapping[str, Any], script: Path |
     old = experimental or (script is not None and script.stem == "main_ppo_v0")
     tree.setdefault("trainer", {}).setdefault("use_v1", not old)  # as main_ppo of 0.9
     return tree
-
-
-def _names(overrides: Mapping[str, Any], name: str) -> bool:
-    """Whether an override sets `name`, something in it, or the mapping around it with it inside."""
-    parent, _, last = name.rpartition(".")
-    around = overrides.get(parent)
-    inside = isinstance(around, Mapping) and last in around
-    return inside or any(f"{key}.".startswith(f"{name}.") for key in overrides)

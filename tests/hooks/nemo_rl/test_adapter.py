@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.hooks.nemo_rl import MismatchLoss, describe, settings, with_mismatch_loss
-from mismatch_plugin.hooks.nemo_rl.adapter import setup_with_loss
+from mismatch_plugin.hooks.nemo_rl import MismatchLoss, settings, with_mismatch_loss
 from mismatch_plugin.report.log import read_steps
 from tests.hooks.contracts import nemo_rl as contract
 from tests.host_source import host_source
@@ -192,10 +191,8 @@ def test_settings_by_hand() -> None:
     config = settings(SimpleNamespace(loss_fn=section))
     assert (config.algorithm, config.ppo.eps_clip_low, config.denominator) == (1, 0.1, "original")
     assert settings({"mismatch": {"preset": "pg_is"}}).algorithm == 3
-    assert describe(config, {"loss_fn": {"mismatch": {}}})[0] == "algorithm 1: bypass PPO"
-    for block, message in (({"use_tsi": True}, "did you mean use_tis"), ({"preset": "pg_iss"}, "did you mean pg_is")):
-        with pytest.raises(ValueError, match=message):
-            settings({"mismatch": block})
+    with pytest.raises(ValueError, match="did you mean use_tis"):
+        settings({"mismatch": {"use_tsi": True}})
     with pytest.raises(ValueError, match="has none: switch it off"):
         settings({"use_importance_sampling_correction": True, "mismatch": {"use_tis": False}})
 
@@ -216,15 +213,8 @@ def test_setup_returns_our_loss_in_the_place_of_its_own(capsys: pytest.CaptureFi
     assert isinstance(loss, MismatchLoss) and loss.use_fused_linear_logprobs
     printed = capsys.readouterr().out
     assert "algorithm 1: bypass PPO" in printed and "host: nemo-rl " in printed
-    said = [line[2:] for line in printed.splitlines()]
-    setup_with_loss(setup, config, "t", said=said)  # the launcher has said it
-    assert not capsys.readouterr().out
-    other = {**config, "policy": {"generation": {"top_p": 0.9}}}
-    setup_with_loss(setup, other, "t", said=said)  # and has not seen this
-    (_, added) = capsys.readouterr().out.splitlines()
-    assert "top_p" in added
     assert wrapped({"loss_fn": {}}, "t")[1] is own  # not asked for
-    with pytest.raises(ValueError, match="returned 0 losses"):
+    with pytest.raises(ValueError, match="with 0 items that may be its loss"):
         with_mismatch_loss(lambda master_config: ("policy",))(config)
 
 
@@ -245,7 +235,7 @@ def test_a_report_folder_gets_each_step_that_the_logger_gets(tmp_path: Path) -> 
     other = {"loss_fn": {"mismatch": {**BLOCKS["1"], "report_dir": str(tmp_path)}}}
     with pytest.raises(ValueError, match="give this run another folder"):  # before the cluster starts
         with_mismatch_loss(lambda master_config: pytest.fail("setup ran"))(other)
-    with pytest.raises(ValueError, match="returned 0 loggers"):
+    with pytest.raises(ValueError, match="with 0 items that may be its logger"):
         with_mismatch_loss(lambda master_config: ("policy", own))(config)
 
 

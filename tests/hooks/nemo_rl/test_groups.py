@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.hooks.nemo_rl import settings, with_mismatch_loss
+from mismatch_plugin.hooks.nemo_rl import with_mismatch_loss
 from tests.hooks.contracts import nemo_rl as contract
 from tests.host_source import host_source
 
@@ -117,14 +117,6 @@ def test_wrapped_once_and_not_without_the_setting(grpo: Any) -> None:
     estimator = grpo._create_advantage_estimator(None)
     with pytest.raises(ValueError, match="NeMo-RL skipped their pass"):
         estimator.compute_advantage(prompt_ids=PROMPTS, rewards=REWARDS, mask=torch.ones(6, 4))
-
-
-def test_other_advantages_are_refused() -> None:
-    block = {"rs": {**RS, "group": "exclude"}}
-    with pytest.raises(ValueError, match=r"grpo\.adv_estimator\.name gdpo forms other advantages: choose grpo"):
-        start(block, grpo={"adv_estimator": {"name": "gdpo"}})
-    with pytest.raises(ValueError, match=r"rs\.group exclude needs prev_logprobs .*force_on_policy_ratio skips"):
-        settings({"loss_fn": {"mismatch": block, "force_on_policy_ratio": True}})
 
 
 def compare(baseline_of: Any, leave_one_out: bool, scaled: bool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,13 @@ from examples.benchmarks.counting import count
 from mismatch_plugin.hooks.base import wrap_once
 from mismatch_plugin.hooks.verl import settings
 from mismatch_plugin.hooks.verl.config import check_tree
-from mismatch_plugin.hooks.verl.driver import begin_tracking, correct_rollout_batch, log_step, pack_trained
+from mismatch_plugin.hooks.verl.driver import (
+    begin_tracking,
+    compute_advantage,
+    correct_rollout_batch,
+    log_step,
+    pack_trained,
+)
 from mismatch_plugin.hooks.verl.loss import verl_token_loss as token_loss
 from mismatch_plugin.report.log import read_steps
 from mismatch_plugin.report.state import merged_metrics
@@ -56,32 +61,14 @@ def padded(seed: int = 0) -> dict[str, torch.Tensor]:
     return {name: value.masked_fill(MASK == 0, torch.nan) for name, value in data.items()}
 
 
-def test_what_verl_has_no_name_for_and_the_actor_s_clip_bounds() -> None:
-    ours = {
-        "tis": {"mode": "clip", "lower_bound": 0.3},
-        "rs": {"criteria": ["sequence_max:k2:0.5"], "veto_threshold": 1e-4},
-        "denominator": "original",
-        "rollout_log_prob_policy": "neutral",
-    }
-    config = settings(block(ours, rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0"))
-    assert (config.tis.lower, config.tis.upper, config.rs.veto_threshold) == (0.3, 2.0, 1e-4)
-    assert [criterion.name for criterion in config.criteria] == ["token_ratio", "sequence_max_k2"]  # verl's and ours
-    assert (config.denominator, config.rollout_log_prob_policy) == ("original", "neutral")
-    actor = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 4.0}
-    own = {"policy_loss": {"rollout_correction": block({"ppo": {"eps_clip_high": 0.28}}, bypass_mode=True)}}
-    config = settings({**actor, **own})
-    assert (config.ppo.eps_clip_low, config.ppo.eps_clip_high, config.ppo.dual_clip) == (0.2, 0.28, 4.0)
-    with pytest.raises(ValueError, match=r"ppo.eps_clip_high 0.28 contradicts .*clip_ratio_c, which makes it 0.3"):
-        settings({**actor, **own, "clip_ratio_high": 0.3})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # verl's default clip bounds give no note in REINFORCE
-        settings({**actor, "policy_loss": {"rollout_correction": block(rollout_is="sequence", **REINFORCE)}})
-
-
 def test_a_mistake_is_found_before_training_starts() -> None:
     ours = block({"metrics": "basic"}, **REINFORCE)
-    config = check_tree(tree(ours, "mismatch", ours))
+    whole = tree(ours, "mismatch", ours)
+    config = check_tree(whole)
     assert config is not None and config.algorithm == 3
+    assert settings(whole["actor_rollout_ref"]["actor"]) == config  # what a worker holds of it
+    with pytest.raises(ValueError, match="the workers do not see"):
+        settings(tree(ours, "mismatch")["actor_rollout_ref"]["actor"])
     assert check_tree(tree(block(**REINFORCE))) is None  # nothing of ours: verl's own affair
     for wrong, sentence in (
         (tree(ours), "loss_mode=mismatch and +actor_rollout_ref.actor.policy_loss.rollout_correction="),
@@ -193,16 +180,28 @@ def test_a_driver_that_rejects_everything_or_tries_it_leaves_the_mask(ours: dict
     assert ours or metrics["rollout_corr/all_rejected"] == 1.0
 
 
+def test_advantages_after_a_rejection_are_group_advantages_of_the_accepted() -> None:
+    """verl_live has it by verl's own functions."""
+    batch, rewards = rollout_batch(padded()), torch.zeros(4, 6, dtype=torch.float64)
+    rewards[:, -1] = torch.tensor([1.0, 0.0, 0.5, 0.2])
+    batch.batch["token_level_rewards"] = rewards
+    batch.non_tensor_batch, batch.meta_info = {"uid": ["a", "a", "a", "b"]}, {}
+    config = settings(block({"rs": {"criteria": ["sequence_mean:k2:0.025"], "group": "exclude"}}))
+    batch, metrics = correct_rollout_batch(batch, config)
+    kept = batch.batch["response_mask"].any(-1)
+    expected = mp.group_advantages(rewards.sum(-1), torch.tensor([0, 0, 0, 1]), kept)
+    found = compute_advantage(lambda *_: pytest.fail("verl's own"), batch, "grpo").batch
+    torch.testing.assert_close(found["advantages"], expected[:, None] * found["response_mask"])
+    assert expected.any() and 0 < kept.sum() < 3 and "rollout_corr/rollout_rs_group_changed_fraction" in metrics
+    assert compute_advantage(lambda data, estimator: "verl's own", batch, "grpo") == "verl's own"  # unmarked again
+
+
 def test_batches_that_the_driver_refuses() -> None:
     data, config = padded(), settings(block(rollout_is="token"))
-    for change, sentence in (
-        ({"rollout_log_probs": torch.zeros(4, 5)}, "rollout_log_probs has shape (4, 5), response_mask (4, 6)"),
-        ({"response_mask": MASK * 2}, "response_mask of row 0 holds values other than 0 and 1"),
-    ):
-        batch = rollout_batch(data)
-        batch.batch |= change
-        with pytest.raises(ValueError, match=re.escape(sentence)):
-            correct_rollout_batch(batch, config)
+    batch = rollout_batch(data)
+    batch.batch["rollout_log_probs"] = torch.zeros(4, 5)
+    with pytest.raises(ValueError, match=r"rollout_log_probs has shape \(4, 5\), response_mask \(4, 6\)"):
+        correct_rollout_batch(batch, config)
     data["rollout"][1, 3] = torch.nan
     with pytest.raises(mp.InvalidLogProbError, match="sequence 1, position 3 is missing or NaN"):
         correct_rollout_batch(rollout_batch(data), config)
@@ -277,15 +276,6 @@ def test_only_metrics_whose_average_means_something_are_handed_over() -> None:
     ]
     kept = ("rollout_is_mean", "rollout_rs_token_k2_masked_fraction", "rollout_rs_token_k2_mean", "all_rejected", "kl")
     assert {f"rollout_corr/{name}" for name in kept} <= metrics.keys()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool])
-def test_long_rows_are_cut_where_they_end_whatever_the_masks_dtype(dtype: torch.dtype) -> None:
-    mask = torch.zeros(3, 3001)
-    mask[0], mask[1, 5:1003] = 1.0, 1.0
-    data = {"response_mask": mask.to(dtype), "old_log_probs": -torch.ones_like(mask), "rollout_log_probs": -mask}
-    packed = pack_trained(data)
-    assert packed.lengths == (3001, 1003, 0) and int(packed.loss_mask.sum()) == 3001 + 998
 
 
 def test_a_verl_that_cannot_be_registered_with_is_said_aloud(

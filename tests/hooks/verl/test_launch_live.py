@@ -37,12 +37,9 @@ def _composed(line: str) -> tuple[dict[str, Any], str]:
     ("line", "found"),
     [
         (
-            "--use-rollout-log-probs --use-tis --tis-level geometric --tis-mode clip --tis-lower-bound 0",
-            (3, "geometric", "clip", None, []),
-        ),
-        (
-            "--use-tis --tis-level sequence --rs-veto-threshold 1e-4 --rs-criterion sequence_max:k2:0.5",
-            (2, "sequence", "truncate", 1e-4, ["sequence_max_k2"]),
+            "--use-rollout-log-probs --use-tis --tis-level geometric --rs-veto-threshold 1e-4 "
+            "--rs-criterion sequence_max:k2:0.5",
+            (3, "geometric", "truncate", 1e-4, ["sequence_max_k2"]),
         ),
         # Settings as overrides: the loss that they need is added.
         (f"+{RC}.mismatch.use_tis=true +{RC}.mismatch.tis.mode=clip", (2, "token", "clip", None, [])),
