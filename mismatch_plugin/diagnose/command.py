@@ -31,7 +31,9 @@ class Precision(str, Enum):
 
 def inspect(
     context: typer.Context,
-    path: Annotated[Path, typer.Argument(help="A dump of samples, a folder of dumps, or a run's metrics.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A dump of samples, a folder of dumps, or a run's metrics.")
+    ],
     training: Annotated[Path | None, typer.Argument(metavar="TRAINING", help="The training side's own file.")] = None,
     checkpoint: Annotated[
         Path | None, _dump(help="Folder of the trainer's current weights (transformers): scores in float32.")

@@ -232,16 +232,16 @@ def _correction(mean: Mean, warned: bool, config: MismatchConfig | None) -> str:
     """What is left of it after this correction. config: None where nobody gave the run's settings."""
     if config is not None and not _corrects(config):
         return "reported only (dry run)." if config.dry_run else "none: the loss takes the data as they are."
-    kept = {"mean weight": mean("rollout_is_weight_after_mean")}
-    if config is not None:
-        kept["effective sample size"] = mean(f"rollout_is_weight_after_{config.unit.ess}eff_sample_size")
-    kept["tokens kept"] = mean("accepted_token_fraction")
-    shown = ", ".join(f"{label} {value:.2g}" for label, value in kept.items() if not math.isnan(value))
+    figures = {"tokens kept": mean("accepted_token_fraction")}
+    if config is None or config.weighted:
+        figures["mean weight"] = mean("rollout_is_weight_after_mean")
+    if config is not None and config.weighted:
+        figures["effective sample size"] = mean(f"rollout_is_weight_after_{config.unit.ess}eff_sample_size")
+    known = ", ".join(f"{label} {value:.2g}" for label, value in figures.items() if not math.isnan(value))
+    shown = f" ({known})" if known else ""
     if config is None:
-        return f"not judged, since the run's settings are not known: give them with --config ({shown or 'no figure'})."
-    if not shown:
-        return "not judged: no figure of it was recorded."
-    return f"{'does not hold' if warned else 'holds'} ({shown})."
+        return f"not judged, since the run's settings are not known: give them with --config{shown}."
+    return f"does not hold{shown}." if warned else f"holds{shown}." if shown else "not judged: nothing was recorded."
 
 
 def _metrics(rows: Sequence[Row], mean: Mean, header: str) -> list[dict[str, str | float]]:
