@@ -12,7 +12,7 @@ from torch import Tensor
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.presets import PRESETS
 from mismatch_plugin.config.units import RS_LEVELS
-from mismatch_plugin.config.values import ignore_mismatch_warnings, merge
+from mismatch_plugin.config.values import ignore_mismatch_warnings
 from mismatch_plugin.core.correction import Correction, correct
 from mismatch_plugin.core.groups import group_advantages, group_metrics
 from mismatch_plugin.core.loss import token_loss
@@ -20,7 +20,7 @@ from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.segments import bounded_exp, segment_sum, spread
 from mismatch_plugin.diagnose.flags import config_of
-from mismatch_plugin.diagnose.levels import GROWN, KEPT, Bounds, LevelUnits, bounds_for, growing, levels_of, units_in
+from mismatch_plugin.diagnose.levels import GROWN, KEPT, Bounds, LevelUnits, growing, levels_of, units_in
 from mismatch_plugin.diagnose.packing import Groups
 from mismatch_plugin.diagnose.result import Prediction
 from mismatch_plugin.limits import SAFETY_BOUND
@@ -32,10 +32,7 @@ _KEEPS = f"(keeps {KEPT:.0%})"
 
 
 def predict(
-    packed: PackedSequences,
-    own: MismatchConfig | None = None,
-    bounds: Bounds | None = None,
-    groups: Groups | None = None,
+    packed: PackedSequences, own: MismatchConfig | None, bounds: Bounds, groups: Groups | None
 ) -> list[Prediction]:
     """What every setting would do in the first optimizer step on these data; the user's own settings come first.
 
@@ -52,16 +49,14 @@ def predict(
     What training reports, too, is read from the statistics that it reports: equal to the last digit for the same batch.
     In algorithms 1 and 3, and under `rs.policy` current, the training side is π_θ, which is π_old in the first step.
     Under `rs.group` exclude and drop the advantages are those of the accepted responses. A dry run is predicted as if
-    it were none. bounds: `bounds_for` these tokens, where the caller has it. groups: `packing.groups_of` them.
+    it were none. own: nothing of it is `lacking`. bounds: `bounds_for` these tokens. groups: `packing.groups_of` them.
     Raises InvalidLogProbError, ValueError as `correct`.
     """
     data = _Data(packed, groups)
-    return [data.prediction(*setting) for setting in settings_for(packed, own, bounds or bounds_for(packed))]
+    return [data.prediction(*setting) for setting in settings_for(packed, own, bounds)]
 
 
-def predict_one(
-    packed: PackedSequences, config: MismatchConfig, name: str = "", groups: Groups | None = None
-) -> Prediction:
+def predict_one(packed: PackedSequences, groups: Groups | None, config: MismatchConfig, name: str = "") -> Prediction:
     """`predict` for one setting alone."""
     return _Data(packed, groups).prediction(name, config.model_dump(mode="json", exclude_unset=True), config)
 
@@ -69,7 +64,7 @@ def predict_one(
 # Which settings ------------------------------------------------------------------------------------------------------
 
 Setting = tuple[str, dict[str, Any], MismatchConfig]
-"""(name, settings as a file for --mismatch-config has them, what of them these data can tell)."""
+"""(name, settings as a file for --mismatch-config has them, the same)."""
 
 
 def settings_for(packed: PackedSequences, own: MismatchConfig | None, bounds: Bounds) -> Iterator[Setting]:
@@ -79,7 +74,7 @@ def settings_for(packed: PackedSequences, own: MismatchConfig | None, bounds: Bo
 
     Without advantages no setting whose criteria need them."""
     if own is not None:
-        yield OWN, own.model_dump(mode="json", exclude_unset=True), measurable(own, packed)
+        yield OWN, own.model_dump(mode="json", exclude_unset=True), own
     for name, settings in (*_of_presets(bounds), *_of_bounds(packed, bounds)):
         config = config_of(settings)
         if packed.advantages is not None or not config.needs_advantages:
@@ -143,33 +138,14 @@ def _setting(algorithm: int, name: str, settings: dict[str, Any]) -> tuple[str, 
     return f"algorithm {algorithm}, {name}", {key: True for key, on in switches.items() if on} | settings
 
 
-def _lacks_versions(config: MismatchConfig, packed: PackedSequences) -> bool:
-    return config.rs.max_staleness is not None and (packed.weight_versions is None or packed.trainer_version is None)
-
-
-def measurable(config: MismatchConfig, packed: PackedSequences) -> MismatchConfig:
-    """The settings without what needs advantages (conditions, weights by their sign), and the limit that needs
-    versions, that are not there."""
-    rs: dict[str, Any] = {"max_staleness": None} if _lacks_versions(config, packed) else {}
-    tis: dict[str, Any] = {}
+def lacking(config: MismatchConfig, packed: PackedSequences, groups: Groups | None) -> str:
+    """What these settings need and these data do not have; "" where they can be predicted."""
     if config.needs_advantages and packed.advantages is None:
-        criteria = [each for each in config.rs.criteria if not each.conditional]
-        rs["criteria"] = [each.model_dump(exclude_unset=True) for each in criteria]
-        if config.weighs_by_sign:
-            tis = {"lower_bound_positive": None, "upper_bound_positive": None}
-            tis |= {"mode": "truncate"} if config.tis.mode == "gamma" else {}
-    return config_of(merge(config.model_dump(exclude_unset=True), {"rs": rs, "tis": tis})) if rs else config
-
-
-def left_out(packed: PackedSequences, own: MismatchConfig | None, grouped: bool) -> tuple[str, ...]:
-    """What of the user's own settings is not predicted, and why. grouped: rewards and groups are there."""
-    notes: list[str] = []
-    own = own or MismatchConfig()
-    if _lacks_versions(own, packed):
-        notes.append("rs.max_staleness of your settings is not predicted: some tokens or the trainer have no version")
-    if own.rs.group != "keep" and not grouped:
-        notes.append(f"rs.group {own.rs.group} of your settings is predicted as keep: there are no groups with rewards")
-    return tuple(notes)
+        return "advantages"
+    untold = packed.weight_versions is None or packed.trainer_version is None
+    if config.rs.max_staleness is not None and untold:
+        return "weight versions of all tokens and of the trainer"
+    return "groups with rewards" if config.rs.group != "keep" and groups is None else ""
 
 
 # What they do --------------------------------------------------------------------------------------------------------

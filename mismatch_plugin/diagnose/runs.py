@@ -23,7 +23,7 @@ from mismatch_plugin.diagnose.result import Verdict
 from mismatch_plugin.diagnose.run_sources import ABS_GAP, Source, read_source
 from mismatch_plugin.diagnose.words import neutral_flags
 from mismatch_plugin.report.log import METRICS, SETTINGS, to_json
-from mismatch_plugin.report.table import NOTHING, Table, compact, figure, printable
+from mismatch_plugin.report.table import NOTHING, Table, figure, printable
 from mismatch_plugin.report.terminal import terminal
 
 Row = Mapping[str, float]
@@ -326,7 +326,7 @@ def inspect_run(
 
 
 def _cell(value: float | str) -> str:
-    return value if isinstance(value, str) else compact(value) if math.isfinite(value) else NOTHING
+    return value if isinstance(value, str) else figure(value) if math.isfinite(value) else NOTHING
 
 
 def _written(path: Path) -> tuple[MismatchConfig | None, str | None]:
