@@ -224,7 +224,7 @@ def diagnose_files(
         figures = replace(figures, tail=0.0)
     advice = None
     if verdict == "normal" or figures.k3_kl >= SMALL_K3:  # larger than such a pair's, and too small to be corrected
-        advice = recommend(figures, bounds, accepted=UNEXPLAINED in accept, predict=partial(predict_one, part, groups))
+        advice = recommend(figures, bounds, partial(predict_one, part, groups), accepted=UNEXPLAINED in accept)
     if advice is not None and all(item.setting != advice.setting for item in predictions):
         predictions.append(predict_one(part, groups, config_of(advice.settings), advice.setting))
     told |= {

@@ -170,15 +170,14 @@ class _Data:
                 if count := float(mask.sum()):
                     self.signs[name] = mask.to(self.advantages_T.dtype), count
         self.known: dict[str, dict[str, Any]] = {}
-        self._last: tuple[str, Correction] | None = None
         self._clips: dict[str, Tensor] = {}
         self._levels: dict[str, tuple[LevelUnits, float, float, float]] = {}
 
     def prediction(self, name: str, settings: dict[str, Any], config: MismatchConfig) -> Prediction:
-        # In the first step algorithms 0 and 1, and 2 and 3, share weights and decisions; the clip of 1 is its own.
+        # In the first step algorithms 2 and 3 share weights and decisions; the clip of 1 is its own.
         decides = {"tis", "rs", "use_tis", "rollout_log_prob_policy"}
-        shared = f"{config.model_dump(include=decides)} {config.uses_rollout_values}"
-        key = f"{shared} {config.objective} {config.ppo}" if config.algorithm == 1 else shared
+        decides |= {"use_rollout_log_probs", "objective", "ppo"} if config.algorithm == 1 else set()
+        key = f"{config.model_dump(include=decides)} {config.uses_rollout_values}"
         if key not in self.known:
             with ignore_mismatch_warnings():  # without weights only the counts are read
                 applied = config.replace(metrics="basic" if config.weighted else "off", dry_run=False)
@@ -189,10 +188,8 @@ class _Data:
                 advantages_N = group_advantages(self.groups.rewards, self.groups.ids, kept_N, min_accepted=least)
                 advantages_T = spread(advantages_N, self.packed.sequence_index)
                 data = _Data(self.packed.replace(advantages=advantages_T), self.groups)
-            if data._last is None or data._last[0] != shared:
-                data._last = None  # its memory is free before the next one needs as much
-                data._last = shared, correct(data.packed, applied, log_probs=data.packed.old_log_probs)
-            self.known[key] = data._figures(applied, data._last[1])
+            correction = correct(data.packed, applied, log_probs=data.packed.old_log_probs)
+            self.known[key] = data._figures(applied, correction)
         second_pass, own = not config.use_rollout_log_probs, name == OWN
         given = {"algorithm": config.algorithm, "second_pass": second_pass, "own": own, **self.known[key]}
         return Prediction(setting=name, settings=settings, **given)

@@ -42,13 +42,12 @@ KNOWN = {name: ours for host in HOSTS.values() for name, ours in host.metrics.it
 @dataclass(frozen=True)
 class Source:
     """rows: the metrics of each step under our names, which begin with `rollout_corr/`. numbers: the steps. path: what
-    was read. notes: what its reader must know. host: the trainer whose names it has, where it has launch flags."""
+    was read. notes: what its reader must know."""
 
     rows: tuple[dict[str, float], ...]
     numbers: tuple[float, ...]
     path: Path
     notes: tuple[str, ...] = ()
-    host: str | None = None
 
 
 class _Column(NamedTuple):
@@ -137,14 +136,12 @@ def read_source(path: Path, run: str | None = None) -> Source:
         renamed = [f"{c.metric} as {ours}" for c in columns if (ours := c.ours.removeprefix(PREFIX)) not in c.metric]
         also = f": {_listed(renamed)}" if renamed else ""
         notes.append(f"metrics of the trainer itself are read under our names{also} (docs/metric_names.md)")
-    recorded = {column.metric for column in columns}
-    host = next((name for name, host in HOSTS.items() if recorded & host.metrics.keys()), None)
     names = {column.before + column.metric: column.ours for column in columns}
     kept = [(index, row) for index, row in enumerate(rows, start=1) if not names.keys().isdisjoint(row)]
     steps = _step_name([row for _, row in kept])
     numbers = tuple(row[steps] if steps else float(index) for index, row in kept)
     ours = tuple({names[name]: value for name, value in row.items() if name in names} for _, row in kept)
-    return Source(ours, numbers, path, tuple(notes), host)
+    return Source(ours, numbers, path, tuple(notes))
 
 
 def _columns(path: Path, rows: Rows, run: str | None) -> list[_Column]:

@@ -16,12 +16,9 @@ from mismatch_plugin.config.documents import read_mapping
 from mismatch_plugin.core.health import HealthWarning, check_health
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.diagnose import normal
-from mismatch_plugin.diagnose.measure import Figures
 from mismatch_plugin.diagnose.normal import gate
-from mismatch_plugin.diagnose.recommend import recommend
 from mismatch_plugin.diagnose.result import Verdict
 from mismatch_plugin.diagnose.run_sources import ABS_GAP, Source, read_source
-from mismatch_plugin.diagnose.words import neutral_flags
 from mismatch_plugin.report.log import METRICS, SETTINGS, to_json
 from mismatch_plugin.report.table import NOTHING, Table, figure, printable
 from mismatch_plugin.report.terminal import terminal
@@ -44,7 +41,7 @@ SHORT = (
     *("rollout_is_ratio_mean", "rollout_is_ratio_eff_sample_size", "rollout_is_weight_after_mean"),
     *("rollout_is_weight_after_eff_sample_size", "accepted_token_fraction"),
 )
-"""What the screen shows unless it is asked for all."""
+"""What the screen shows."""
 _WORDS = (
     *("small mismatch, as of two engines in one precision", "moderate mismatch", "noticeable mismatch"),
     "large mismatch",
@@ -258,22 +255,19 @@ def _metrics(rows: Sequence[Row], mean: Mean, header: str) -> list[dict[str, str
 
 def inspect_run(
     path: Path,
-    given: tuple[MismatchConfig, str] | None,
+    own: MismatchConfig | None,
     *,
     run: str | None,
     pictures: Path | None,
     as_json: bool,
-    host: str | None,
     gated: bool,
     bar: float | None,
-    show_all: bool,
 ) -> int:
     """Judge a run by the metrics that it wrote, print and draw them. Returns the exit status.
 
-    given: the user's settings and where they come from, in the place of those that the run wrote. run: as of
-    `read_source`. pictures: the folder of the picture, None for none. host: whose launch line; default: the trainer
-    whose names the metrics have, else our flags alone. gated: k3_kl of the judged steps is compared with the bar, too
-    (None: the default one; without tokens by k3_kl alone). show_all: the screen has every metric.
+    own: the user's settings, in the place of those that the run wrote. run: as of `read_source`. pictures: the folder
+    of the picture, None for none. gated: k3_kl of the judged steps is compared with the bar, too (None: the default
+    one; without tokens by k3_kl alone).
 
     Exit status: 0 sound; 1 where numbers are broken, all tokens share a shift (|KL| above 0.1 or a mean ratio outside
     [0.5, 2] in any judged step), the mismatch has grown 100 times, the correction does not hold, a large mismatch is
@@ -281,42 +275,30 @@ def inspect_run(
     Raises ValueError, OSError where there is nothing to judge.
     """
     source = read_source(path, run)
-    config, where = given or _written(source.path)
-    found = judge_run(source, config)
+    found = judge_run(source, own or _written(source.path))
     verdict = gate(found.k3_kl, found.tokens or _MANY, bar) if gated else None
     passed = True if verdict is None else verdict.passed
     status = 1 if passed is False or not found.sound else 3 if passed is None or found.verdict == "undecided" else 0
     picture, no_picture = (None, "") if pictures is None else _draw(source, pictures)
-    advice = None
-    agrees = (found.k3_kl <= normal.SMALL_K3) == found.data.startswith(_WORDS[0])  # with the size by other figures
-    if found.verdict == "normal" and agrees and not math.isnan(found.k3_kl):  # no advice next to "find the cause"
-        advice = recommend(Figures(k3_kl=found.k3_kl, ess=math.nan, max_length=math.inf))
     if as_json:
-        body = asdict(found) | {"headline": found.data, "source": str(source.path), "settings": where}
-        body |= {"recommendation": advice and advice.model_dump(), "gate": verdict and verdict.model_dump()}
-        typer.echo(to_json(body | {"notes": source.notes, "picture": picture and str(picture)}, indent=2))
+        body = asdict(found) | {"headline": found.data, "source": str(source.path), "notes": source.notes}
+        body |= {"gate": verdict and verdict.model_dump(), "picture": picture and str(picture)}
+        typer.echo(to_json(body, indent=2))
         return status
     console = terminal()
     console.print(f"data: {found.data}\ncorrection: {found.correction}")
-    if advice is not None and config is None:
-        console.print(f"setting: {advice.setting}: {advice.reasons[0]}. Predictions for it need a dump.")
-        host = host or source.host
-        line = advice.flags[host] if host else neutral_flags(advice.settings)
-        console.print(line, soft_wrap=True)  # to be copied: it stays on one line
     console.print(f"trend: {found.trend}")
     for note in source.notes:
         console.print(f"note: {printable(note)}.")
     if verdict is not None:
         said = {True: "passed", False: "FAILED", None: "not decided, too few tokens or no k3_kl"}[passed]
         console.print(f"gate: {said}: k3_kl {verdict.value:.2g}, bar {verdict.bar:g} nats per token, over these steps.")
-    short = [row for row in found.metrics if row["metric"] in SHORT]
-    others = [row for row in found.metrics if row["metric"] not in SHORT]
-    for title, rows in ((f"{counted(found.steps)}, judged by the last {found.judged}", short), ("all others", others)):
-        if rows and (show_all or rows is short):
-            cells = tuple(tuple(map(_cell, row.values())) for row in rows)
-            console.print(Table(title, tuple(rows[0]), cells, code=frozenset({"metric"})).to_rich())
-    if others and not show_all:
-        console.print(f"{len(others)} more metrics: --all or --json")
+    if rows := [row for row in found.metrics if row["metric"] in SHORT]:
+        cells = tuple(tuple(map(_cell, row.values())) for row in rows)
+        title = f"{counted(found.steps)}, judged by the last {found.judged}"
+        console.print(Table(title, tuple(rows[0]), cells, code=frozenset({"metric"})).to_rich())
+    if others := len(found.metrics) - len(rows):
+        console.print(f"{others} more metrics: --json")
     for finding in found.findings:
         if finding["fault"] != "growth":  # which the trend has told
             console.print(f"{finding['fault']} = {finding['evidence']}. {finding['fix']}")
@@ -329,16 +311,16 @@ def _cell(value: float | str) -> str:
     return value if isinstance(value, str) else figure(value) if math.isfinite(value) else NOTHING
 
 
-def _written(path: Path) -> tuple[MismatchConfig | None, str | None]:
-    """The settings that the run, or `compare`, wrote next to its metrics and their file; None where there is none."""
+def _written(path: Path) -> MismatchConfig | None:
+    """The settings that the run, or `compare`, wrote next to its metrics; None where there are none."""
     if path.name != METRICS:  # an export may lie next to files of anything
-        return None, None
+        return None
     # Checked when the run began: a preset may hold what has no effect.
     if (file := path.with_name(SETTINGS)).exists():
-        return MismatchConfig.build(read_mapping(file)), str(file)
+        return MismatchConfig.build(read_mapping(file))
     file = path.with_name("config.json")
     of_run = read_mapping(file).get("mismatch") if file.exists() else None
-    return (MismatchConfig.build(of_run), str(file)) if isinstance(of_run, dict) else (None, None)
+    return MismatchConfig.build(of_run) if isinstance(of_run, dict) else None
 
 
 def _draw(source: Source, folder: Path) -> tuple[Path | None, str]:

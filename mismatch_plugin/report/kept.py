@@ -39,6 +39,8 @@ def expected_kept(config: MismatchConfig, kl: float, length: int) -> float | Non
         elif (criterion.aggregate, criterion.statistic, lower) == ("sequence_mean", "k3", None):
             # E k3 = KL and E k3² = e^2KL − 1 − 2 KL + KL² exactly; the mean of many is close to a gamma variable.
             share *= _gamma(high, kl, (math.expm1(2 * kl) - 2 * kl) / length)
+        elif (criterion.aggregate, criterion.statistic, lower) == ("sequence_max", "k2", None):
+            share *= _within(-math.sqrt(2 * high), math.sqrt(2 * high), kl, 1.0) ** length
         else:
             return None
     sums = {

@@ -174,7 +174,6 @@ OTHERS = {
     "TRL": {"train/sampling/sampling_logp_difference/mean": 0.01, "train/sampling/importance_sampling_ratio/mean": 1.0},
     "prime-rl": {"mismatch_kl/all/mean": 8e-4, "masked_mismatch_kl/all/mean": 3.0, "mismatch_kl/all/max": 9.0},
 }
-LAUNCHED = {"NeMo-RL": "run_grpo.py", "verl": "main_ppo", "slime, mis.py": "train.py"}
 
 
 @pytest.mark.parametrize("trainer", OTHERS)
@@ -190,14 +189,6 @@ def test_what_other_trainers_record_is_read_and_judged(tmp_path: Path, trainer: 
         metric, value = ("log_ratio_abs_mean", 0.01) if trainer in ("slime", "TRL") else ("k3_kl", 8e-4)
         assert values(found, metric)[0] == pytest.approx(value * times)
         assert "metrics of the trainer itself are read under our names" in found["notes"][0]
-        if verdict == "normal" and metric == "k3_kl":  # its own launch line, where it has one
-            said = run(path, "--no-report", columns=80).output
-            if trainer == "prime-rl":  # it has no algorithm 0, and says so in place of flags
-                assert "algorithm 0 cannot be had on prime-rl" in said and "<" not in said
-                continue
-            assert (
-                "--mismatch-preset disabled" in said and LAUNCHED[trainer] in said and "mismatch_plugin.launch" in said
-            )
 
 
 # TensorBoard ----------------------------------------------------------------------------------------------------------
@@ -287,12 +278,6 @@ def test_what_was_not_recorded_is_no_figure(judge: Any) -> None:
     assert (found["verdict"], found["status"]) == ("undecided", 3)
     assert found["trend"] == "none in 30 steps (KL not recorded)."
     assert judge([{KL: 0.0}] * 3, *TOKEN_IS)["correction"] == "not judged: nothing was recorded."
-    for gap, is_advised in ((0.01, True), (0.2, False)):  # nothing says "disabled" below "noticeable"
-        found = judge([{K3: 4e-4, GAP: gap}] * 30)
-        assert (found["recommendation"] is not None) == is_advised == ("small mismatch" in found["data"])
-    found = judge([{K3: 0.05}] * 30)  # advice from k3 alone
-    assert found["status"] == 0 and found["recommendation"]["preset"] == "token_is"
-    assert "%" not in str(found["recommendation"]["reasons"])
 
 
 def test_a_step_that_rejected_everything_has_no_weight_and_one_without_tokens_says_nothing(judge: Any) -> None:
@@ -373,14 +358,9 @@ def test_settings_are_those_of_the_run_or_those_that_are_given(tmp_path: Path) -
     path = write(tmp_path / "export.jsonl", [{"step": at, **metrics(0.0)} for at in range(3)])
     said = text(path, "--no-report", columns=200)
     assert "correction: not judged, since the run's settings are not known: give them with --config" in said
-    assert "launch" not in said  # nobody's names
-    for host, line in (("verl", "verl.trainer.main_ppo"), ("slime", "launch train.py")):
-        assert line in text(path, "--no-report", "--host", host, columns=200)
     write(tmp_path / "settings.yaml", "preset: token_is\n")
     for given in (TOKEN_IS, ("--flags", "--use-tis --tis-upper-bound 3"), ("--config", tmp_path / "settings.yaml")):
-        said = text(path, "--no-report", *given)
-        assert "correction: holds" in said and "setting: " not in said
-        assert told(path, *given)["settings"] == str(given[1])
+        assert "correction: holds" in text(path, "--no-report", *given)
     # A preset may hold a threshold that only sets a metric, which is refused where it is given by hand.
     write_step(tmp_path / "run", mp.preset("ppo_is_bypass", threshold=3.0), metrics(0.0))
     assert told(tmp_path / "run")["status"] == 0
@@ -391,8 +371,7 @@ def test_settings_are_those_of_the_run_or_those_that_are_given(tmp_path: Path) -
     (tmp_path / "lab" / "config.json").write_text(
         json.dumps({"settings": {}, "mismatch": CONFIG.model_dump(mode="json")})
     )
-    found = told(tmp_path / "lab")
-    assert found["settings"] == str(tmp_path / "lab" / "config.json") and found["correction"].startswith("holds")
+    assert told(tmp_path / "lab")["correction"].startswith("holds")
 
 
 # Growth ---------------------------------------------------------------------------------------------------------------
@@ -460,15 +439,13 @@ def test_the_verdict_comes_first_and_fits_one_screen(tmp_path: Path) -> None:
     packed = mp.PackedSequences.from_lists(rollout_log_probs=rollout, old_log_probs=old, loss_masks=[[1] * 30] * 8)
     step = mp.correct(packed, CONFIG).statistics.metrics()
     path = write(tmp_path / "a.jsonl", [{"step": at, **step} for at in range(30)])
-    result = run(path, "--no-report", columns=80)  # without its settings: what is recommended is shown
+    result = run(path, "--no-report", columns=80)
     lines = result.output.splitlines()
     assert result.exit_code == 0 and len(lines) <= 24, result.output
-    begins = ("data: ", "correction: ", "setting: ", "--mismatch-preset", "trend: ", "30 steps")
+    begins = ("data: ", "correction: ", "trend: ", "30 steps")
     starts = [next(i for i, line in enumerate(lines) if line.startswith(start)) for start in begins]
     assert starts == sorted(starts) and starts[0] == 0
-    assert "rollout_is_std" not in result.output and "more metrics: --all or --json" in lines[-1]
-    every = run(path, "--no-report", "--all", columns=80).output
-    assert "rollout_is_std" in every and "more metrics" not in every and every.startswith("data: ")
+    assert "rollout_is_std" not in result.output and "more metrics: --json" in lines[-1]
 
 
 def test_inspect_draws_what_is_there_and_the_verdict_does_not_need_it(
@@ -485,7 +462,7 @@ def test_inspect_draws_what_is_there_and_the_verdict_does_not_need_it(
     found = told(own, "--out", tmp_path / "p")
     assert found["picture"] == str(tmp_path / "p" / "six_panels.png")
     assert (tmp_path / "p" / "six_panels.png").read_bytes().startswith(b"\x89PNG")
-    assert found["settings"] == str(own / "settings.json") and found["source"] == str(own / "metrics.jsonl")
+    assert found["source"] == str(own / "metrics.jsonl")
     assert "picture" not in run(own, "--no-report").output
     blocked = run(own, "--out", own / "settings.json")
     assert f"no picture: {own}/settings.json cannot be written" in blocked.output

@@ -154,9 +154,9 @@ def test_a_disk_that_hangs_does_not_hold_training(
 ) -> None:
     hangs, written, real = threading.Event(), threading.Event(), log.write_step
 
-    def write(folder: Path, config: mp.MismatchConfig, step: Any, *state: Any) -> None:
+    def write(folder: Path, config: mp.MismatchConfig, step: Any) -> None:
         hangs.wait()
-        real(folder, config, step, *state)
+        real(folder, config, step)
         if step["step"] == 5:
             written.set()
 
