@@ -68,9 +68,9 @@ Setting = tuple[str, dict[str, Any], MismatchConfig]
 
 
 def settings_for(packed: PackedSequences, own: MismatchConfig | None, bounds: Bounds) -> Iterator[Setting]:
-    """The user's own, every preset, and every algorithm × level × mode at two bounds: a constant, and what keeps 99 %
-    of these data, the same for all lengths and growing with them. Without weights the bounds are those of a ratio
-    criterion. Objectives of algorithm 1, whose clip acts at once.
+    """The user's own, every preset, and every level × mode of algorithm 2 (which 3 shares in the first step) at two
+    bounds: a constant, and what keeps 99 % of these data, the same for all lengths and growing with them. Ratio
+    criteria of algorithm 0 at the same bounds. Objectives of algorithm 1, whose clip acts at once.
 
     Without advantages no setting whose criteria need them."""
     if own is not None:
@@ -111,14 +111,11 @@ def _of_bounds(packed: PackedSequences, bounds: Bounds) -> Named:
             for mode in ("truncate", "clip", "mask"):
                 tis: dict[str, Any] = {"level": level, "mode": mode, "upper_bound": upper}
                 shown = f"{upper:.7g}{note}" if mode == "truncate" else between
-                for algorithm in (2, 3):
-                    given = tis if mode == "truncate" else {**tis, "lower_bound": lower}
-                    yield _setting(algorithm, f"{level}, {mode} {shown}", {"tis": given})
+                tis |= {} if mode == "truncate" else {"lower_bound": lower}
+                yield _setting(2, f"{level}, {mode} {shown}", {"tis": tis})
             if level in RS_LEVELS:
-                rule = {"aggregate": level, "statistic": "ratio", "lower_bound": lower}
-                for algorithm in (0, 1):
-                    rs = {"criteria": [{**rule, "upper_bound": upper}]}
-                    yield _setting(algorithm, f"reject {level} ratio outside {between}", {"rs": rs})
+                rule = {"aggregate": level, "statistic": "ratio", "lower_bound": lower, "upper_bound": upper}
+                yield _setting(0, f"reject {level} ratio outside {between}", {"rs": {"criteria": [rule]}})
     for level, name in growing(packed).items():
         lower, upper = bounds[name]
         tis = {"level": level, "lower_bound": lower, "upper_bound": upper, "bound_growth": GROWN}
@@ -126,9 +123,7 @@ def _of_bounds(packed: PackedSequences, bounds: Bounds) -> Named:
             name = f"{level}, {mode} {lower:.7g} to {upper:.7g}, growth {GROWN:g} {_KEEPS}"
             yield _setting(2, name, {"tis": {**tis, "mode": mode}})
     rule = {"aggregate": "sequence_mean", "statistic": "k3", "upper_bound": bounds["sequence_mean_k3"][1]}
-    for algorithm in (0, 1):
-        name = f"reject sequence_mean k3 above {rule['upper_bound']:g} {_KEEPS}"
-        yield _setting(algorithm, name, {"rs": {"criteria": [rule]}})
+    yield _setting(0, f"reject sequence_mean k3 above {rule['upper_bound']:g} {_KEEPS}", {"rs": {"criteria": [rule]}})
     for objective in ("gspo", "cispo", "sapo", "gmpo"):
         yield _setting(1, f"objective {objective}", {"objective": objective})
 
@@ -152,7 +147,7 @@ def lacking(config: MismatchConfig, packed: PackedSequences, groups: Groups | No
 
 
 class _Data:
-    """What all settings share: advantages, reference ratios, shares of tokens, and what was computed already.
+    """What all settings share: advantages, reference ratios of a level, shares of tokens, what a clip does.
 
     signs: indicator of tokens with A > 0 and with A < 0, and how many they are, where there are any.
     """
@@ -169,30 +164,25 @@ class _Data:
             for name, mask in (("kept_positive", self.advantages_T > 0), ("kept_negative", self.advantages_T < 0)):
                 if count := float(mask.sum()):
                     self.signs[name] = mask.to(self.advantages_T.dtype), count
-        self.known: dict[str, dict[str, Any]] = {}
         self._clips: dict[str, Tensor] = {}
         self._levels: dict[str, tuple[LevelUnits, float, float, float]] = {}
 
     def prediction(self, name: str, settings: dict[str, Any], config: MismatchConfig) -> Prediction:
-        # In the first step algorithms 2 and 3 share weights and decisions; the clip of 1 is its own.
-        decides = {"tis", "rs", "use_tis", "rollout_log_prob_policy"}
-        decides |= {"use_rollout_log_probs", "objective", "ppo"} if config.algorithm == 1 else set()
-        key = f"{config.model_dump(include=decides)} {config.uses_rollout_values}"
-        if key not in self.known:
-            with ignore_mismatch_warnings():  # without weights only the counts are read
-                applied = config.replace(metrics="basic" if config.weighted else "off", dry_run=False)
-            data = self
-            if applied.rs.group != "keep" and self.groups is not None:
-                kept_N = correct(self.packed, applied).kept_N
-                least = applied.rs.least_accepted
-                advantages_N = group_advantages(self.groups.rewards, self.groups.ids, kept_N, min_accepted=least)
-                advantages_T = spread(advantages_N, self.packed.sequence_index)
-                data = _Data(self.packed.replace(advantages=advantages_T), self.groups)
-            correction = correct(data.packed, applied, log_probs=data.packed.old_log_probs)
-            self.known[key] = data._figures(applied, correction)
-        second_pass, own = not config.use_rollout_log_probs, name == OWN
-        given = {"algorithm": config.algorithm, "second_pass": second_pass, "own": own, **self.known[key]}
-        return Prediction(setting=name, settings=settings, **given)
+        with ignore_mismatch_warnings():  # without weights only the counts are read
+            applied = config.replace(metrics="basic" if config.weighted else "off", dry_run=False)
+        data = self
+        if applied.rs.group != "keep" and self.groups is not None:
+            kept_N, least = correct(self.packed, applied).kept_N, applied.rs.least_accepted
+            advantages_N = group_advantages(self.groups.rewards, self.groups.ids, kept_N, min_accepted=least)
+            data = _Data(self.packed.replace(advantages=spread(advantages_N, self.packed.sequence_index)), self.groups)
+        return Prediction(
+            setting=name,
+            settings=settings,
+            algorithm=config.algorithm,
+            second_pass=not config.use_rollout_log_probs,
+            own=name == OWN,
+            **data._figures(applied, correct(data.packed, applied, log_probs=data.packed.old_log_probs)),
+        )
 
     def level(self, name: str) -> tuple[LevelUnits, float, float, float]:
         """Its units; Σ ρ A and Σ |ρ A| over them, ρ before bounding, at geometric level, whose mean is no ratio of

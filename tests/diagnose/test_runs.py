@@ -99,13 +99,7 @@ MINE = {"_runtime": 3.5, "_timestamp": 1.7e9}
     ],
 )  # fmt: skip
 def test_exports_are_read(
-    name: str,
-    content: Any,
-    options: tuple[str, ...],
-    metric: str,
-    expected: tuple[float, ...],
-    steps: int,
-    tmp_path: Path,
+    name: str, content: Any, options: tuple[str, ...], metric: str, expected: Any, steps: int, tmp_path: Path
 ) -> None:
     found = told(write(tmp_path / name, content), *options)
     assert values(found, metric) == expected and found["steps"] == steps
