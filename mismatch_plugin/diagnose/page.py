@@ -77,7 +77,7 @@ def _draw(of: Histogram) -> bytes:
             axis.axvspan(math.log(bound), beyond, color="#ffffff", alpha=0.7, linewidth=0)
     if axis.get_legend_handles_labels()[0]:
         axis.legend(frameon=False, fontsize=9)
-    axis.set(yscale="log", xlim=ends, xlabel="log-ratio, nats", ylabel=f"{of.level}s")
+    axis.set(yscale="log", xlim=ends, xlabel="log-ratio, nats", ylabel="count")
     axis.grid(color="#dddddd", linewidth=0.6)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)

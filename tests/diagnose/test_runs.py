@@ -213,7 +213,7 @@ def test_tensorboard_events(tmp_path: Path, new_style: bool, monkeypatch: pytest
     assert "events of 2 runs: give one of logs/run, other" in told(tmp_path)["headline"]
     (path,) = folder.iterdir()
     whole = path.read_bytes()
-    for data, steps in ((whole[:-5], 3), (whole[:-200], 2)):  # a kill cut it: it is read up to there
+    for data, steps in ((whole[:-5], 3), (whole[:240], 1)):  # a kill cut it: it is read up to there
         path.write_bytes(data)
         assert told(folder)["steps"] == steps
     for data in (b"no events at all", b""):
