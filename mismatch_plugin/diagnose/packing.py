@@ -111,18 +111,19 @@ def _advantages(batch: Batch, samples: Sequence[Sample], packed: PackedSequences
     found = _given("advantages", samples, packed)
     if found is not None:
         return (found, "") if found.any() else (None, f"all advantages are 0, which trains nothing: {OF_PREDICTIONS}")
+    partly = "some tokens have no advantage, so none is used; " * any(s.advantages is not None for s in samples)
     if not all(map(_rewarded, samples)):
-        return None, f"there are no advantages of all tokens, and no reward of every response: {OF_PREDICTIONS}"
-    rewarded = [sample for sample in batch if _rewarded(sample)]
-    groups, how = _groups(rewarded)
+        return None, f"{partly}there are no advantages, and no reward of every response: {OF_PREDICTIONS}"
+    groups, how = _groups([sample for sample in batch if _rewarded(sample)])
     if len(set(groups.ids)) == len(groups.ids):
-        groups, how = Groups(groups.rewards, [0] * len(groups.ids)), "over the batch, since no two share a group"
+        groups = Groups(groups.rewards, [0] * len(groups.ids))
+        how = "over the batch, for no two responses share a group or prompt"
     values = group_advantages(groups.rewards, groups.ids)
     if not values.any():
-        return None, f"rewards are the same {how}: {OF_PREDICTIONS}"
-    of_sample = dict(zip([sample.index for sample in rewarded], values.tolist(), strict=True))
+        return None, f"{partly}rewards are the same {how}: {OF_PREDICTIONS}"
+    of_sample = dict(zip([sample.index for sample in batch if _rewarded(sample)], values.tolist(), strict=True))
     by_sample = torch.tensor([of_sample[sample.index] for sample in samples], dtype=torch.float64)
-    note = f"advantages are made of the rewards, centred and divided by their deviation {how}"
+    note = f"{partly}advantages are made of the rewards, centred and divided by their deviation {how}"
     return by_sample.repeat_interleave(torch.tensor(packed.lengths)), note
 
 
