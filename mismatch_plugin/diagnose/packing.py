@@ -22,7 +22,6 @@ from mismatch_plugin.diagnose.batch import Batch
 OF_PREDICTIONS = "predictions take 1, without settings whose criteria depend on the advantage"
 MAX_TOKENS = 500_000
 """Tokens on which settings are predicted; of more, a random part is taken."""
-_PIECE = 1 << 20
 
 
 def packed_of(batch: Batch) -> tuple[PackedSequences, list[str]]:
@@ -156,22 +155,22 @@ def groups_of(batch: Batch, packed: PackedSequences) -> Groups | None:
     return None if len(set(groups.ids)) == len(groups.ids) else groups
 
 
-def subset(packed: PackedSequences, tokens: int = MAX_TOKENS, seed: int = 0) -> tuple[PackedSequences, list[str]]:
-    """(whole responses drawn at random, in their order, of at most so many tokens; a note): all where they fit."""
+def subset(packed: PackedSequences) -> tuple[PackedSequences, list[str]]:
+    """(whole responses drawn at random, in their order, of at most MAX_TOKENS; a note): all where they fit."""
     total = sum(packed.lengths)
-    if total <= tokens:
+    if total <= MAX_TOKENS:
         return packed, []
     lengths = np.array(packed.lengths)
-    order = np.random.default_rng(seed).permutation(len(lengths))
-    count = max(int(np.searchsorted(np.cumsum(lengths[order]), tokens, side="right")), 1)
+    order = np.random.default_rng(0).permutation(len(lengths))
+    count = max(int(np.searchsorted(np.cumsum(lengths[order]), MAX_TOKENS, side="right")), 1)
     part = _responses(packed, np.sort(order[:count]))
     return part, [f"settings are predicted on {sum(part.lengths)} of {total} tokens: {count} responses drawn at random"]
 
 
-def pieces(packed: PackedSequences, tokens: int = _PIECE) -> Iterator[PackedSequences]:
-    """Whole responses one after the other, about so many tokens at a time: memory hardly grows with the batch."""
+def pieces(packed: PackedSequences) -> Iterator[PackedSequences]:
+    """Whole responses one after the other, about a million tokens at a time: memory hardly grows with the batch."""
     lengths = np.array(packed.lengths)
-    piece = (np.cumsum(lengths) - lengths) // tokens
+    piece = (np.cumsum(lengths) - lengths) // 2**20
     for number in np.unique(piece):
         yield packed if number == piece[-1] == 0 else _responses(packed, np.flatnonzero(piece == number))
 
