@@ -59,8 +59,6 @@ def pack(
     Warns:
         MismatchWarning: naming the bias that the sampling leaves (`sampling.remaining_bias`).
     """
-    if not isinstance(samples, Sequence):
-        raise TypeError(f"pack takes a list of samples, not a {type(samples).__name__}: give the samples of a dump.")
     names = [index if sample.sample_id is None else sample.sample_id for index, sample in enumerate(samples)]
     stops = checked and (config is None or (config.rollout_log_prob_policy == "error" and config.uses_rollout_values))
     behaviour = _use_behaviour(samples, names, which)

@@ -13,7 +13,6 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.data.pack import pack, sampling_mask
-from mismatch_plugin.data.read import Dump
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.versions import WeightSpan, spans_of
 from mismatch_plugin.log_probs import vocab_parallel_log_probs
@@ -250,5 +249,3 @@ def test_mixtures_of_log_probs_are_refused() -> None:
         pack([drawn, plain], which="behaviour")
     with pytest.raises(ValueError, match="which='best' is unknown"):
         pack([plain], which="best")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="takes a list of samples, not a Dump: give the samples of a dump"):
-        pack(Dump([plain]))  # pyright: ignore[reportArgumentType]
