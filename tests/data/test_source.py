@@ -104,13 +104,8 @@ def test_what_pickles_of_trainers_hold_is_read(tmp_path: Path) -> None:
         *(("own.jsonl", f"{json.dumps(OWN)}\n\n{json.dumps({**OWN, **change})}".encode(), f"line 3{says}")
           for change, says in (
               ({"rollout_log_probs": [-1.0, "much"]}, ": rollout_log_probs: position 1 is 'much', not a number"),
-              ({"rollout_log_probs": [[-1.0]]}, ": rollout_log_probs: position 0 is a list, not a number"),
               ({"response_ids": None}, " has no response_ids"),
-              ({"response_ids": [2, "x"]}, ": response_ids: position 1 is 'x', not an integer"),
-              ({"response_ids": [2, 2**70]}, f": response_ids: position 1 is {2**70}, not an integer"),
-              ({"prompt_ids": [-1]}, ": prompt_ids: position 0 is -1, no token id"),
               ({"loss_mask": [1]}, ": loss_mask has 1 entries, response_ids 2"),
-              ({"loss_mask": [1, 2]}, ": loss_mask: holds 2 at position 1"),
               ({"surprise": 1}, ": surprise is no field of a sample"),
               ({"sampling": 3}, ": sampling: Input should be a valid dictionary"))),
     ],
