@@ -176,7 +176,7 @@ def remaining_bias(sampling: SamplingParameters, *, has_kept_ids: bool) -> str:
     if sampling.greedy:
         return (
             "greedy sampling (temperature below 1e-6, or top_k 1): tokens had probability 1, their log-probs are those "
-            "of sampling without filters at temperature 1, whatever temperature was asked for, and no importance weight "
+            "of sampling without filters at temperature 1, whatever temperature was asked for; no importance weight "
             "can repair a policy that never explores. Sample with temperature > 0 and top_k ≠ 1."
         )
     notes = []
@@ -193,7 +193,7 @@ def remaining_bias(sampling: SamplingParameters, *, has_kept_ids: bool) -> str:
         )
     if sampling.min_new_tokens > 0:
         notes.append(
-            f"min_new_tokens={sampling.min_new_tokens} forbids the end token in the first tokens, the training side does "
-            "not. Sample with min_new_tokens 0."
+            f"min_new_tokens={sampling.min_new_tokens} forbids the end token in the first tokens; the training side "
+            "does not. Sample with min_new_tokens 0."
         )
     return " ".join(notes)
