@@ -54,7 +54,7 @@ class SGLangClient(ServerControl):
         verify_updates: compare the weights that an update sent with those that serve then, where the server has our
             plugin; one pass over what is sent. A later sample fails (kind `weights`) where the server started again
             or somebody else updated it since this client did; without the plugin only the version shows it.
-        retries: attempts and waits after connection errors, timeouts, cut-off JSON and status 5xx; never after 4xx. A
+        retries: attempts and waits after connection errors, timeouts and status 5xx; never after 4xx. A
             number means so many attempts more than the first.
         rollout_log_prob_policy: with `error` an invalid log-prob fails its sample; otherwise it stays in the sample,
             for `pack` and the correction to handle.
@@ -63,7 +63,7 @@ class SGLangClient(ServerControl):
             id brings a server down. None: what the server tells of itself, if anything; else ids are sent unchecked.
 
     Raises:
-        ValueError: for an address, headers or numbers that mean nothing; no message holds credentials.
+        ValueError: for an address or numbers that mean nothing; no message holds credentials.
     Warns:
         MismatchWarning: once, with the first request, for each setting of the server that is known to widen the
             mismatch (`ServerInfo.risks`).

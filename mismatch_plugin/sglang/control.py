@@ -87,8 +87,7 @@ class Serving(NamedTuple):
                 known = ", ".join(str(server) for server, _, _ in self.workers)
                 return (
                     f"{served.server} is none of the processes that took version {self.version!r} ({known}): it "
-                    "started again with the weights of its launch, or the address leads elsewhere. Send the weights "
-                    "again."
+                    "started again with the weights of its launch, or is another server. Send the weights again."
                 )
             number, fingerprint = self.workers[served.identity]
             if (now := served.weights[-1].fingerprint) != fingerprint and fingerprint is not None:
