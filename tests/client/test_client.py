@@ -93,7 +93,7 @@ def test_a_server_that_stays_dead_leaves_what_it_gave() -> None:
 
 
 WHOLE = json.dumps(
-    honest(Request("POST", "/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 3}}, 0, 0)).json
+    honest(Request("POST", "/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 3}}, 0)).json
 )
 
 
