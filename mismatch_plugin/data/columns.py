@@ -1,4 +1,4 @@
-"""Columns or rows of any dump, padded or ragged, as a dict of `Sample`'s fields a row.
+"""Columns or rows of any dump, padded or ragged, as samples.
 
 Two layouts: responses alone (`response_ids`; lists per response token) and whole sequences (`sequence`; lists per
 token of the prompt too, or of the response only, by their length).
@@ -24,19 +24,16 @@ from mismatch_plugin.data.arrays import (
     Ints,
     as_experts,
     as_floats,
-    as_ids,
     as_mask,
     one_or_many,
     scalar,
     shown,
     vector,
 )
-from mismatch_plugin.data.sample import LogProbsOf
-from mismatch_plugin.data.sampling import SamplingParameters
+from mismatch_plugin.data.sample import LogProbsOf, Sample
 from mismatch_plugin.data.served import META_KEY, Served
 from mismatch_plugin.data.source import Row, Source, plain
 from mismatch_plugin.data.versions import WeightSpan
-from mismatch_plugin.files import encodable
 
 _SPELLINGS = {
     "response_ids": "response_ids responses completion_ids response_token_ids output_ids",
@@ -69,6 +66,7 @@ _SPELLINGS = {
     "cached_tokens": "cached_tokens prefix_cache_info",
     "finish_reason": "finish_reason status",
     "step": "step global_step rollout_id",
+    "place": "rollout_position",
 }
 NAMES: dict[str, tuple[str, ...]] = {what: tuple(names.split()) for what, names in _SPELLINGS.items()}
 """What a column is → its spellings; where a dump has several, the first."""
@@ -95,12 +93,20 @@ NO_TEMPERATURE = "the dump tells no sampling temperature or filter: temperature 
 
 @dataclass
 class Table:
-    """rows: fields of `Sample`, and `place`, how errors call the row; of a training side also `at`, its place in the
-    rollout, or (step, place). missing: why there is no rollout side."""
+    """samples: of a training side `index` is the place in the rollout (of its step, if it tells that). missing: why
+    there is no rollout side."""
 
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     missing: str = ""
+
+
+def sample_at(place: str, fields: Mapping[str, Any]) -> Sample:
+    """Of what is told (not None). Raises ValueError with the place in front."""
+    try:
+        return Sample(**{name: value for name, value in fields.items() if value is not None})
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}.") from None
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
@@ -131,7 +137,6 @@ class Columns:
         listed = ", ".join([*keys][:12]) + (f" and {len(keys) - 12} more" if len(keys) > 12 else "")
         for one_of, what, add in _NEEDED:
             if not one_of & self.names.keys():
-                add += " (rename mask where it is that, not the attention's)" * ("mask" in ignored and one_of > _BOUNDS)
                 says = " ".join([f"{place} lacks {what}. It has {listed or 'nothing'}.", *self.asked])
                 raise ValueError(f"{says} Add {add}. docs/inspect.md#what-is-read lists all names.")
         self.notes = [f"not read: {', '.join(ignored)}"] if ignored else []
@@ -140,14 +145,14 @@ class Columns:
         self.notes += self.asked
 
 
-def read_columns(source: Source, content: Any, *, padded: Collection[str] = (), **more: Any) -> Table:
+def read_columns(source: Source, *, padded: Collection[str] = (), **more: Any) -> Table:
     """A dict of columns, or rows. padded: columns whose lists are padded; those of two dimensions always are."""
     wide: list[str] = []
-    if isinstance(content, Mapping) and (source.kind in ("torch", "npz") or _is_table(source, content)):
+    if isinstance(source.content, Mapping) and _is_table(source):
         if source.kind == "jsonl" and sum(1 for _ in source.rows()) > 1:
             raise ValueError("its lines hold lists of lists: give one sample a line.")
-        columns = Columns([*map(str, content)], str(source.path))
-        read = {what: plain(content[name]) for what, name in columns.names.items()}
+        columns = Columns(source.keys, str(source.path))
+        read = {what: plain(source.content[name]) for what, name in columns.names.items()}
         wide = [what for what, value in read.items() if getattr(value, "ndim", 1) == 2]
         rows = _rows_of(read, columns.names, source.path)
     else:
@@ -160,32 +165,29 @@ def read_columns(source: Source, content: Any, *, padded: Collection[str] = (), 
     return table
 
 
-def _is_table(source: Source, content: Mapping[str, Any]) -> bool:
-    """A JSON object of columns, as opposed to one sample: its ids are lists of lists."""
+def _is_table(source: Source) -> bool:
+    """A dict of columns, as opposed to one sample: one of JSON has lists of lists for ids."""
+    if source.kind in ("torch", "npz"):
+        return True
     names = (*NAMES["response_ids"], *NAMES["sequence"])
-    ids = next((content[name] for name in names if name in content), None)
-    return source.kind in ("json", "jsonl") and isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
+    ids = next((source.content[name] for name in names if name in source.keys), None)
+    return isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
 
 
 def _rows_of(read: dict[str, Any], names: Mapping[str, str], path: object) -> Iterator[Row]:
     """The rows of columns: tensors or arrays [B, ...] or lists of B. A single value holds for every row."""
-    many = {
-        what: value for what, value in read.items() if isinstance(value, (list, tuple)) or getattr(value, "ndim", 0)
+    many: dict[str, Any] = {
+        what: value for what, value in read.items() if isinstance(value, (list, tuple)) or np.ndim(value)
     }
-    first = "response_ids" if "response_ids" in many else "sequence"
-    if first not in many:
-        raise ValueError(f"{names.get(first, first)} is a {type(read.get(first)).__name__}: give [B, n].")
+    first = "response_ids" if "response_ids" in read else "sequence"
     total = len(many[first])
     for what, value in many.items():
         if len(value) != total:
             raise ValueError(f"{names[what]} has {len(value)} rows, {names[first]} {total}.")
-    widths: dict[str, int] = {
-        what: getattr(value, "shape", [0, 0])[1] for what, value in many.items() if getattr(value, "ndim", 1) == 2
-    }
+    widths = {what: value.shape[1] for what, value in many.items() if getattr(value, "ndim", 1) == 2}
     width = widths.get(first, 0)
-    of_mask = width + widths.get("prompt_ids", 0) if first == "response_ids" else width
-    for what in ("loss_mask", "rollout_log_probs", "log_probs", "advantages", "entropy"):
-        fits = {width, of_mask if what == "loss_mask" else width, width - (first == "sequence")}
+    fits = {width, width - 1} if first == "sequence" else {width}  # of tokens 1 to width − 1, as logits[:-1] give them
+    for what in ("rollout_log_probs", "log_probs", "advantages", "entropy"):
         if width and widths.get(what, width) not in fits:
             says = f"{names[what]} is [{total}, {widths[what]}], {names[first]} [{total}, {width}]"
             raise ValueError(f"{says}: their tokens cannot be matched.")
@@ -199,14 +201,14 @@ def _rows_of(read: dict[str, Any], names: Mapping[str, str], path: object) -> It
 def read_rows(columns: Columns, rows: Iterable[Row], **more: Any) -> Table:
     """All rows. more: as of `_RowReader`. Raises ValueError naming the row that cannot be read."""
     reader = _RowReader(columns, **more)
-    table = Table([reader.fields(place, row) for place, row in rows])
+    table = Table([sample_at(place, reader.fields(place, row)) for place, row in rows])
     if "rollout_log_probs" not in columns.names:
         table.missing = "it holds the training side's log-probs, but none of the rollout: give the rollout's dump first"
         table.missing += " and this file as TRAINING" + "".join(f". {hint}" for hint in columns.asked)
     name = columns.names.get("log_probs")
-    if name and table.rows and not any(row["train_log_probs"].any() for row in table.rows):
+    if name and table.samples and not any(sample.train_log_probs.any() for sample in table.samples):
         reader.counts[f"{name} is 0 everywhere: not computed, so no training side"] += 1
-        table.rows = [{name: value for name, value in row.items() if name not in TRAINER} for row in table.rows]
+        table.samples = [sample.without(TRAINER) for sample in table.samples]
     table.notes = [note.format(count=count) for note, count in reader.counts.items()]
     return table
 
@@ -247,7 +249,6 @@ class _RowReader:
 
     def __post_init__(self) -> None:
         self.names, self.counts = self.columns.names, Counter[str]()
-        self.sampling: dict[float, SamplingParameters] = {}
         self.place, self.row = "", dict[Any, Any]()
 
     def get(self, what: str, convert: Callable[[Any], Any] = lambda value: value) -> Any:
@@ -259,7 +260,7 @@ class _RowReader:
         return ValueError(f"{self.place}: {self.names[what]} {says}.")
 
     def fields(self, place: str, row: Mapping[Any, Any]) -> dict[str, Any]:
-        """Of one row; without what it does not tell."""
+        """Of one row; None for what it does not tell."""
         self.place, self.row = place, row
         if late := self.columns.absent & row.keys():
             says = f"{place} has {min(late)}, which the first sample lacks"
@@ -267,24 +268,23 @@ class _RowReader:
         prompt, response, slices = self._responses() if self.get("response_ids") is not None else self._sequences()
         n = len(response)
 
-        def cut(value: Any) -> Any:
-            return value.copy() if len(value) == n else value[slices.get(len(value), slice(None))].copy()
-
-        def log_probs(what: str) -> Floats | None:
-            if what not in self.names:
-                return None
-            found = self.get(what, as_floats)
-            if found is None:
-                self.counts[f"{{count}} samples have no {self.names[what]}"] += 1
-                return np.full(n, NULL)
-            return cut(found)
+        def of_response(what: str, convert: Callable[[Any], Any]) -> Any:
+            found = self.get(what, convert)
+            if found is None or found.ndim == 0:
+                return None if found is None else np.full(n, found)
+            return found.copy() if len(found) == n else found[slices.get(len(found), slice(None))].copy()
 
         def one_each(what: str, convert: Callable[[Any], Any]) -> Any:
-            found = self.get(what, convert)
-            if found is not None and found.ndim == 0:
-                return np.full(n, found)
-            if found is not None and len(found := cut(found)) != n:
+            found = of_response(what, convert)
+            if found is not None and len(found) != n:
                 raise self.fault(what, f"has {len(found)} entries, the response {n} tokens")
+            return found
+
+        def log_probs(what: str) -> Floats | None:
+            found = of_response(what, as_floats)
+            if found is None and what in self.names:
+                self.counts[f"{{count}} samples have no {self.names[what]}"] += 1
+                return np.full(n, NULL)
             return found
 
         trained = np.ones(n, dtype=bool)
@@ -296,19 +296,20 @@ class _RowReader:
             trained[:] = False
         sample_id, group, step = (self.get(what, scalar) for what in ("sample_id", "group", "step"))
         served = self._served(row.get("metadata"), n)
+        prompt_ids = prompt if len(prompt) else None
         found = {
-            "place": place,
             "response_ids": response,
-            "prompt_ids": prompt if len(prompt) else None,
+            "prompt_ids": prompt_ids,
             "rollout_log_probs": log_probs("rollout_log_probs"),
             "log_probs_of": self.log_probs_of,
             "loss_mask": trained,
             "sampling": self._sampling(served),
             "weight_versions": self._versions(trained),
             "advantages": one_each("advantages", one_or_many),
-            "sample_id": None if sample_id is None else encodable(str(sample_id)),
-            "group": encodable(group) if isinstance(group, str) else group if isinstance(group, int) else None,
+            "sample_id": None if sample_id is None else str(sample_id),
+            "group": group if isinstance(group, (str, int)) else None,
             "step": step if isinstance(step, int) else self.step,
+            "index": self.get("place", count),
             "reward": self.get("reward", _reward),
             "finish_reason": _FINISH.get(str(self.get("finish_reason"))),
             "served": served,
@@ -320,17 +321,14 @@ class _RowReader:
             found |= {
                 "train_log_probs": log_probs("log_probs"),
                 "trained_ids": response,
-                "trained_prompt_ids": found["prompt_ids"],
+                "trained_prompt_ids": prompt_ids,
                 "trained_mask": trained,
                 "trainer_version": version if isinstance(version, str) else None,
                 "trainer_fingerprint": fingerprint if isinstance(fingerprint, str) else None,
                 "entropy": one_each("entropy", one_or_many),
                 "trained_experts": self._experts("trained_experts", len(prompt) + n - 1),
             }
-        return {name: value for name, value in found.items() if value is not None}
-
-    def _ids(self, what: str, value: Any) -> Ids:
-        return named(f"{self.place}: {self.names.get(what)}", as_ids, value).copy()
+        return found
 
     def _experts(self, what: str, count: int) -> Ints | None:
         """Where they are of all tokens but the last."""
@@ -347,8 +345,7 @@ class _RowReader:
         width, before = len(raw), 0 if prompt is None else len(prompt)
         whole = mask is not None and len(mask) == before + width
         if seen is not None and len(seen) not in (width, before + width):
-            says = f"has {len(seen)} entries, prompt and response {before} and {width}"
-            raise self.fault("attention_mask", says)
+            raise self.fault("attention_mask", f"has {len(seen)} entries, prompt and response {before} and {width}")
         if prompt is not None:
             keep = self.get("prompt_mask", as_mask)
             if keep is None and seen is not None and len(seen) == before + width:
@@ -360,8 +357,8 @@ class _RowReader:
                 prompt = None
         n = self.get("response_length", count)
         if n is None and seen is not None:
-            tail = seen[len(seen) - width :]
-            if not tail[: (n := int(tail.sum()))].all():
+            n, tail = int(seen[len(seen) - width :].sum()), seen[len(seen) - width :]
+            if not tail[:n].all():
                 raise self.fault("attention_mask", "has a 0 inside the response: padding belongs at its end")
         elif n is None:
             n = _end(mask[before * whole :]) if mask is not None and "response_ids" in self.padded else width
@@ -369,7 +366,7 @@ class _RowReader:
             raise self.fault("response_ids", f"has {width} tokens, its response_length is {n}")
         slices = {before + width: slice(before, before + n)} if whole else {}
         prompt = raw[:0] if prompt is None else prompt if keep is None else prompt[keep]
-        return self._ids("prompt_ids", prompt), self._ids("response_ids", raw[:n]), {**slices, width: slice(n)}
+        return prompt.copy(), raw[:n].copy(), {**slices, width: slice(n)}
 
     def _sequences(self) -> tuple[Ids, Ids, dict[int, slice]]:
         """The same where prompt and response are one row."""
@@ -385,11 +382,11 @@ class _RowReader:
                 raise self.fault("attention_mask", says)
         elif end is None:
             end = _end(mask) if mask is not None and "sequence" in self.padded and len(mask) == width else width
-        of_response, of_prompt = self.get("response_length", count), self.get("prompt_length", count)
-        if of_response is not None:
-            begin = end - of_response
-        elif of_prompt is not None:
-            begin = start + of_prompt
+        response, prompt = self.get("response_length", count), self.get("prompt_length", count)
+        if response is not None:
+            begin = end - response
+        elif prompt is not None:
+            begin = start + prompt
         elif mask is None:
             raise ValueError(f"{self.place} has no loss_mask: nothing tells its response from its prompt.")
         elif len(mask) == width:
@@ -397,23 +394,18 @@ class _RowReader:
         else:
             begin = end - len(mask)
         if not start <= begin <= end <= width:
-            told = f"total_length {end}" if end > width else f"a loss mask of {end - begin}"
-            for name, value in (("prompt_length", of_prompt), ("response_length", of_response)):
-                told = told if value is None or end > width else f"{name} {value}"
-            raise ValueError(f"{self.place}: {told} does not fit a sequence of {min(end, width) - start} tokens.")
+            told = f"a response from {begin} to {end} does not fit a sequence of tokens {start} to {width}"
+            raise ValueError(f"{self.place}: {told}: check its lengths and masks.")
         # Of tokens 1 to width − 1, as logits[:-1] give them.
         slices = {width - 1: slice(begin - 1, end - 1)} if begin else {}
-        prompt, response = self._ids("sequence", raw[start:begin]), self._ids("sequence", raw[begin:end])
-        return prompt, response, {**slices, width: slice(begin, end)}
+        return raw[start:begin].copy(), raw[begin:end].copy(), {**slices, width: slice(begin, end)}
 
-    def _sampling(self, served: Served | None) -> SamplingParameters | None:
+    def _sampling(self, served: Served | None) -> dict[str, float] | None:
         """What the dump tells of the temperature. None: nothing, or the server does."""
         value = self.get("temperature", number)
-        if value is None:
-            if "temperature" not in self.names and (served is None or served.temperature is None):
-                self.counts[NO_TEMPERATURE] += 1
-            return None
-        return self.sampling.setdefault(value, of_temperature(value))
+        if value is None and "temperature" not in self.names and (served is None or served.temperature is None):
+            self.counts[NO_TEMPERATURE] += 1
+        return None if value is None else {"temperature": value}
 
     def _served(self, metadata: Any, n: int) -> Served | None:
         """What slime and miles keep with our hooks. The response may have lost its last tokens since."""
@@ -442,13 +434,6 @@ class _RowReader:
         return [
             WeightSpan(version=str(name), start=start, end=end) for name, (start, end) in zip(told, turns, strict=True)
         ]
-
-
-def of_temperature(value: float) -> SamplingParameters:
-    """What was asked for, of a dump that tells the temperature alone."""
-    if not value >= 0:
-        raise ValueError(f"the temperature {value:g} is none: give a number from 0.")
-    return SamplingParameters(temperature=value)
 
 
 def _cached(value: Any) -> int:
@@ -484,12 +469,12 @@ def _validate_padding(table: Table, *, columns: bool) -> None:
 
     columns: they are of a padded array, so that a single row may be padded too.
     """
-    sides = [name for name in ("rollout_log_probs", "train_log_probs") if table.rows and name in table.rows[0]]
-    widths = {len(row[name]) for row in table.rows for name in ("response_ids", *sides)}
-    if len(widths) != 1 or (len(table.rows) < 2 and not columns):
-        return
     # A trainer may give log-probs at padding, a sampler cannot.
-    zeros = [len(row[sides[0]]) - _end(row[sides[0]] != 0) for row in table.rows]
+    sides = [sample.train_log_probs if table.missing else sample.rollout_log_probs for sample in table.samples]
+    widths = {len(sample) for sample in table.samples} | {*map(len, sides)}
+    if len(widths) != 1 or (len(sides) < 2 and not columns):
+        return
+    zeros = [len(values) - _end(values != 0) for values in sides]
     if max(zeros) > 1:
         raise ValueError(
             f"sample {int(np.argmax(zeros))} ends in {max(zeros)} tokens with log-prob 0.0, padding or tokens: "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,10 @@ from pydantic_core import from_json, to_json
 
 from mismatch_plugin.data.arrays import with_nulls
 from mismatch_plugin.data.sample import Sample
-from mismatch_plugin.files import MIB, replacing, validate_regular_file
+from mismatch_plugin.files import replacing
 
 _ROWS = 1024
 """Rows of a Parquet row group."""
-MAX_ROW_GROUP = 2048 * MIB
 IDS = ("response_ids", "prompt_ids", "trained_ids", "trained_prompt_ids")
 MASKS = ("loss_mask", "trained_mask")
 FLOATS = (
@@ -26,8 +26,8 @@ FLOATS = (
     *("advantages", "entropy"),
 )
 EXPERTS = ("routed_experts", "trained_experts")
-NESTED = ("sampling", "weight_versions", "kept_ids", "top_log_probs", "served", *EXPERTS)
-"""JSON text in Parquet."""
+_TEXT = ("sampling", "weight_versions", "kept_ids", "top_log_probs", "served", "group", *EXPERTS)
+"""JSON text in Parquet; a group is text or a number."""
 
 
 def write_samples(path: str | Path, samples: Iterable[Sample]) -> int:
@@ -36,9 +36,6 @@ def write_samples(path: str | Path, samples: Iterable[Sample]) -> int:
     The file appears whole or not at all: it is written next to its place and moved there at the end.
     """
     path = Path(path)
-    if isinstance(samples, Sample) or not isinstance(samples, Iterable):
-        kind = type(samples).__name__
-        raise TypeError(f"write_samples takes a list of samples, not a {kind}: give [sample], or a dump's samples.")
     if path.suffix not in (".jsonl", ".parquet"):
         raise ValueError(f"{path}: the suffix {path.suffix!r} is unknown, use .jsonl or .parquet.")
     with replacing(path) as temporary:
@@ -89,72 +86,42 @@ def _pyarrow() -> tuple[Any, Any]:
 
 def _write_parquet(path: Path, samples: Iterable[Sample]) -> int:
     pa, parquet = _pyarrow()
-    lists = {
-        **dict.fromkeys(IDS, pa.int64()),
-        **dict.fromkeys(MASKS, pa.int8()),
-        **dict.fromkeys(FLOATS, pa.float64()),
-    }
-    single = {
+    kinds = {
+        **dict.fromkeys(IDS, pa.list_(pa.int64())),
+        **dict.fromkeys(MASKS, pa.list_(pa.int8())),
+        **dict.fromkeys(FLOATS, pa.list_(pa.float64())),
         **dict.fromkeys(("dp_rank", "step", "cached_tokens"), pa.int64()),
-        "reward": pa.float64(),
-        "trainer_temperature": pa.float64(),
+        **dict.fromkeys(("reward", "trainer_temperature"), pa.float64()),
     }
-    schema = pa.schema(
-        [
-            (name, pa.list_(lists[name]) if name in lists else single.get(name, pa.string()))
-            for name in Sample.model_fields
-        ]
-    )
-    count, rows = 0, []
+    schema = pa.schema([(name, kinds.get(name, pa.string())) for name in Sample.model_fields])
+    count, rows = 0, map(_with_text, samples)
     with parquet.ParquetWriter(path, schema, write_page_checksum=True) as writer:
-
-        def flush() -> None:
-            writer.write_table(pa.Table.from_pylist(rows, schema=schema))
-            rows.clear()
-
-        for sample in samples:
-            row = row_of(sample)
-            for name in (*NESTED, "group"):  # a group is text or a number
-                if name in row:
-                    row[name] = to_json(row[name], inf_nan_mode="strings").decode()
-            rows.append(row)
-            count += 1
-            if len(rows) == _ROWS:
-                flush()
-        flush()
+        while group := [*islice(rows, _ROWS)]:
+            writer.write_table(pa.Table.from_pylist(group, schema=schema))
+            count += len(group)
     return count
+
+
+def _with_text(sample: Sample) -> dict[str, Any]:
+    row = row_of(sample)
+    return row | {name: to_json(row[name], inf_nan_mode="strings").decode() for name in _TEXT if name in row}
 
 
 @contextmanager
 def open_parquet(path: Path) -> Iterator[Any]:
-    """A pyarrow.parquet.ParquetFile. Raises ValueError where it is damaged, and where a row group is too large."""
+    """A pyarrow.parquet.ParquetFile. Raises ValueError where it is damaged."""
     pa, parquet = _pyarrow()
-    validate_regular_file(path)
     try:
         with parquet.ParquetFile(path, page_checksum_verification=True) as file:
-            groups = (_bytes(file.metadata.row_group(at)) for at in range(file.metadata.num_row_groups))
-            if (largest := max(groups, default=0)) > MAX_ROW_GROUP:
-                raise ValueError(
-                    f"{path} has a row group of {largest / MIB:.0f} MiB, {MAX_ROW_GROUP / MIB:.0f} at most are read: "
-                    f"write it in smaller ones."
-                )
             yield file
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path} is no Parquet file: {error}.") from None
-    except OSError as error:
+    except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"{path} is cut or damaged: {error}.") from None
 
 
-def _bytes(group: Any) -> int:
-    """Bytes of a row group in memory: equal values take next to none of the file, and 8 bytes each as numbers."""
-    values = sum(group.column(at).num_values for at in range(group.num_columns))
-    return max(group.total_byte_size, 8 * values)
-
-
-def own_fields(row: dict[str, Any]) -> dict[str, Any]:
+def own_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a sample from a row of our Parquet files: null is unknown, and nested values are JSON text."""
     found = {name: value for name, value in row.items() if value is not None}
-    for name in (*NESTED, "group"):
+    for name in _TEXT:
         if isinstance(value := found.get(name), str):
             with suppress(ValueError):  # a group of somebody else's file is text
                 found[name] = from_json(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from mismatch_plugin.data.versions import first_without_version, number_versions
 from mismatch_plugin.log_probs.arguments import RaggedSamplingMask
 from mismatch_plugin.parallel.kept_ids import check_kept_ids, ragged_mask
 
-Which = Literal["auto", "full", "behaviour"]
 _SHOWN = 3
 """Misfits that an error names; the others are counted."""
 
@@ -31,12 +30,12 @@ def pack(
     *,
     version_numbers: Mapping[str, int] | None = None,
     trainer_version: int | str | None = None,
-    which: Which = "auto",
     dtype: torch.dtype = torch.float32,
     checked: bool = True,
 ) -> PackedSequences:
     """The samples as `PackedSequences`, one sequence each: log-probs of both sides, and what else all of them have.
 
+    Where samples have log-probs renormalised over kept ids, these are used: training log-probs must be over them too.
     A sample is as long as the trainer sees it: `trained_ids` may be longer or shorter than what was sampled (an end
     token appended by the trainer, which trains unless `trained_mask` says otherwise).
 
@@ -47,8 +46,6 @@ def pack(
         version_numbers: weight version → number; see `number_versions`.
         trainer_version: of the weights that are about to train, by number or name; `rs.max_staleness` counts back from
             it.
-        which: "behaviour": log-probs renormalised over the kept ids, for training log-probs computed over them too;
-            "full": over the full vocabulary; "auto": behaviour where every sample has them.
         dtype: of log-probs and advantages.
         checked: False leaves invalid log-probs to the step, whatever the config.
 
@@ -59,17 +56,14 @@ def pack(
     Warns:
         MismatchWarning: naming the bias that the sampling leaves (`sampling.remaining_bias`).
     """
-    if not isinstance(samples, Sequence):
-        raise TypeError(f"pack takes a list of samples, not a {type(samples).__name__}: give the samples of a dump.")
     names = [index if sample.sample_id is None else sample.sample_id for index, sample in enumerate(samples)]
     stops = checked and (config is None or (config.rollout_log_prob_policy == "error" and config.uses_rollout_values))
-    behaviour = _use_behaviour(samples, names, which)
+    behaviour = _has_behaviour(samples)
     masks: list[Tensor] = []
     rollout: list[Tensor] = []
     misfits: list[str] = []
     for sample, name in zip(samples, names, strict=True):
-        values = sample.behaviour_log_probs if behaviour and sample.behaviour_log_probs is not None else None
-        values = sample.rollout_log_probs if values is None else values
+        values = sample.rollout_log_probs if sample.behaviour_log_probs is None else sample.behaviour_log_probs
         mask = _trained_mask(sample)
         known, misfit = _fit(sample, name, values)
         if mask[known:].any():  # what does not train may be anything
@@ -108,20 +102,15 @@ def pack(
     return packed
 
 
-def sampling_mask(
-    samples: Sequence[Sample], *, trained_only: bool = False, device: torch.device | str = "cpu"
-) -> RaggedSamplingMask | None:
+def sampling_mask(samples: Sequence[Sample]) -> RaggedSamplingMask | None:
     """The kept ids of all packed tokens, sample after sample, as `vocab_parallel_log_probs` takes them.
 
-    trained_only: rows of tokens that train only. A sample without kept ids, or a token without, is unfiltered;
-    None where no sample has any. Raises ValueError where a filtered sample lacks what others have, and for a mask
-    without the sampled id of a token that trains, naming sample and position.
+    A sample without kept ids, or a token without, is unfiltered; None where no sample has any. Raises ValueError where
+    a filtered sample lacks what others have, and for a mask without the sampled id of a token that trains, naming
+    sample and position.
     """
     rows = kept_rows(samples)
-    if rows is None:
-        return None
-    masks = np.concatenate([_trained_mask(sample) for sample in samples])
-    return ragged_mask((row for row, trains in zip(rows, masks, strict=True) if trains or not trained_only), device)
+    return None if rows is None else ragged_mask(rows, "cpu")
 
 
 def kept_rows(samples: Sequence[Sample]) -> list[Sequence[int]] | None:
@@ -158,18 +147,11 @@ def _trained_mask(sample: Sample) -> Bools:
     return mask & sample.trained_mask
 
 
-def _use_behaviour(samples: Sequence[Sample], names: Sequence[object], which: Which) -> bool:
-    if which not in ("auto", "full", "behaviour"):
-        raise ValueError(f"which={which!r} is unknown: choose auto, full or behaviour.")
-    with_them = [sample.behaviour_log_probs is not None for sample in samples]
-    if which == "behaviour" and not all(with_them):
-        raise ValueError(f"sample {names[with_them.index(False)]} has no behaviour_log_probs: choose which='full'.")
-    if which == "auto" and any(with_them) and not all(with_them):
-        raise ValueError(
-            "some samples have behaviour_log_probs and others not: choose which='full', or which='behaviour' after "
-            "requesting the sampling mask for all."
-        )
-    return which != "full" and bool(samples) and all(with_them)
+def _has_behaviour(samples: Sequence[Sample]) -> bool:
+    with_them = {sample.behaviour_log_probs is not None for sample in samples}
+    if len(with_them) > 1:
+        raise ValueError("some samples have behaviour_log_probs and others not: request the sampling mask for all.")
+    return True in with_them
 
 
 def _fit(sample: Sample, name: object, values: Floats) -> tuple[int, list[str]]:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from mismatch_plugin.data.columns import NO_TEMPERATURE, TRAINER, Table, of_temperature
+from mismatch_plugin.data.columns import NO_TEMPERATURE, TRAINER, Table, sample_at
 from mismatch_plugin.data.formats import AS_RAW, FORMATS, Format
 from mismatch_plugin.data.sample import LogProbsOf, Sample
 from mismatch_plugin.data.source import READ, Source, open_source
 
 _SUFFIXES = (".pt", ".pth", ".npz", ".parquet", ".jsonl", ".json")
-_DRAWN = ("response_ids", "rollout_log_probs")
-_TELLING = 8
-"""Tokens from which two equal responses with equal log-probs are one and the same."""
 
 
 class InputError(ValueError):
@@ -61,46 +58,37 @@ def read(
         path = path / "rollout_data"
     files, own = _pair(path) if path.is_dir() and format is None else (path, None)
     name, table = _read(files, format)
-    rows, notes = table.rows, table.notes
-    if table.missing or not rows:
+    samples, notes = table.samples, table.notes
+    if table.missing or not samples:
         raise ValueError(f"{path}: {table.missing or 'it holds no response'}.")
-    if own and training and not own.samefile(training):
-        notes.append(f"{own} was left out: the training side is {training}")
     training = training or own
     if training is not None:
         _, side = _read(Path(training), None)
-        if not side.rows or not all("train_log_probs" in row for row in side.rows):
+        if not side.samples or not _have_training(side.samples):
             raise ValueError(f"{training} holds no log-probs of the training side.")
-        for row, at in zip(rows, _partners(rows, side.rows), strict=True):
-            for field in TRAINER:
-                row.pop(field, None)
-            row.update({field: side.rows[at][field] for field in (*TRAINER, "advantages") if field in side.rows[at]})
-        if (more := len(side.rows) - len(rows)) > 0:
+        for number, at in enumerate(_partners(samples, side.samples)):
+            told = side.samples[at].model_fields_set & {*TRAINER, "advantages"}
+            ours = samples[number].without(TRAINER)
+            fields = {field: getattr(ours, field) for field in ours.model_fields_set}
+            fields |= {field: getattr(side.samples[at], field) for field in told}
+            samples[number] = sample_at(f"{path}, sample {number}", fields)
+        if (more := len(side.samples) - len(samples)) > 0:
             notes.append(f"training side {training}: {more} of its samples belong to no record and were not looked at")
         notes += side.notes
-    has_training, samples = all("train_log_probs" in row for row in rows), list[Sample]()
-    asked = None if temperature is None else of_temperature(temperature)
-    known = (NO_TEMPERATURE,) * (asked is not None) + (AS_RAW,) * (log_probs_of is not None)
-    for at, row in enumerate(rows):
-        if asked is not None:  # other parameters of our own samples stay
-            row["sampling"] = (
-                {**row["sampling"], "temperature": temperature} if type(row.get("sampling")) is dict else asked
-            )
+    known = (NO_TEMPERATURE,) * (temperature is not None) + (AS_RAW,) * (log_probs_of is not None)
+    for at, sample in enumerate(samples):
+        given: dict[str, Any] = {"index": at}
+        if temperature is not None:  # other parameters of our own samples stay
+            given["sampling"] = {**sample.sampling.model_dump(), "temperature": temperature}
         if log_probs_of is not None:
-            row["log_probs_of"] = log_probs_of
-        row["index"] = at
-        samples.append(_sample(row))
-        rows[at] = {}
-    return Dump(samples, has_training, name, tuple(dict.fromkeys(note for note in notes if not note.endswith(known))))
+            given["log_probs_of"] = log_probs_of
+        samples[at] = sample.replace(**given) if len(given) > 1 else sample.with_fields(**given)
+    notes = [note for note in dict.fromkeys(notes) if not note.endswith(known)]
+    return Dump(samples, _have_training(samples), name, tuple(notes))
 
 
-def _sample(row: dict[str, Any]) -> Sample:
-    place = row.pop("place")
-    row.pop("at", None)
-    try:
-        return Sample(**row)
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}.") from None
+def _have_training(samples: Sequence[Sample]) -> bool:
+    return all("train_log_probs" in sample.model_fields_set for sample in samples)
 
 
 def _read(path: Path, format: str | None) -> tuple[str, Table]:
@@ -109,7 +97,7 @@ def _read(path: Path, format: str | None) -> tuple[str, Table]:
     files, notes = _files(path)
     found = None if format is None else FORMATS[format]
 
-    def tables() -> Iterator[tuple[Path, Table]]:
+    def opened() -> Iterator[Source]:
         nonlocal found
         for file in files:
             with _named(file, found):
@@ -121,15 +109,21 @@ def _read(path: Path, format: str | None) -> tuple[str, Table]:
                     f"Where one is the training side of the other: mismatch-plugin inspect ROLLOUTS TRAINING."
                 )
             found = chosen
-            with _named(file, chosen):
-                table = chosen.read(source)
-            yield file, table
+            yield source
 
-    each = tables()
-    first = next(each)
+    sources = opened()
+    sources = chain([next(sources)], sources)
     assert found is not None
-    with _named(path, found):
-        table = found.join(chain([first], each)) if found.join else _joined(chain([first], each))
+    if found.read_ranks is not None:
+        with _named(path, found):
+            table = found.read_ranks(sources)
+    else:
+        parts = []
+        for source in sources:
+            with _named(source.path, found):
+                assert found.read is not None
+                parts.append((source.path, found.read(source)))
+        table = _joined(parts)
     table.notes = [*notes, *table.notes]
     return found.name, table
 
@@ -139,9 +133,7 @@ def _named(path: Path, item: Format | None) -> Iterator[None]:
     """Content of another shape than a format's can fail anywhere in its reader: said with the file's name."""
     try:
         yield
-    except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, MemoryError) as error:
-        if isinstance(error, MemoryError) and not str(error):
-            raise  # but for an array of a size that is told and cannot be
+    except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError) as error:
         holds = item.holds if item else READ
         raise ValueError(f"{path} is not as {holds}: {type(error).__name__}: {str(error)[:200]}.") from error
     except ValueError as error:
@@ -184,78 +176,68 @@ def _numbers(file: Path) -> list[tuple[int, Any]]:
     return [(0, int(piece)) if piece.isdigit() else (1, piece) for piece in re.split(r"(\d+)", file.name) if piece]
 
 
-def _joined(files: Iterable[tuple[Path, Table]]) -> Table:
+def _joined(parts: list[tuple[Path, Table]]) -> Table:
     """Files in order, one after the other. Raises ValueError where two hold one sample, or sides differ."""
-    parts = list(files)
-    if len(parts) == 1:
-        return parts[0][1]
-    sides = [
-        tuple(name in row for name in ("rollout_log_probs", "train_log_probs"))
-        for _, table in parts
-        for row in table.rows[:1]
-    ]
+    whole, seen = Table(missing=parts[0][1].missing), dict[Any, Path]()
+    sides = [bool(table.missing) + _have_training(table.samples) for _, table in parts]
     if len({*sides}) > 1:
-        lacking = parts[sides.index(min(sides, key=sum))][0]
+        lacking = parts[sides.index(min(sides))][0]
         raise ValueError(
             f"{lacking} lacks a side that other files of the folder have: give files of one sort. Where they are both "
             f"sides of a run, put each into a folder of its own: mismatch-plugin inspect ROLLOUTS TRAINING."
         )
-    whole, seen = Table(missing=parts[0][1].missing), dict[Any, Path]()
     for path, table in parts:
-        own = dict[Any, Path]()
-        for row in table.rows:
-            if "rollout_log_probs" in row and len(row["response_ids"]) >= _TELLING:
-                drawn = (row.get(name, row["response_ids"][:0]) for name in ("prompt_ids", *_DRAWN))
-                own[hash(b"".join(array.tobytes() for array in drawn))] = path
-            if "rollout_log_probs" in row and {"sample_id", "step"} <= row.keys():
-                own[row["step"], row["sample_id"]] = path
-        if (twice := next((key for key in own if key in seen), None)) is not None:
-            what = f"sample {twice[1]}" if isinstance(twice, tuple) else "the same response with the same log-probs"
-            raise ValueError(f"{path} and {seen[twice]} both hold {what}: give each sample once.")
+        own = {(one.step, one.sample_id): path for one in table.samples if None not in (one.step, one.sample_id)}
+        if twice := next((key for key in own if key in seen), None):
+            raise ValueError(f"{path} and {seen[twice]} both hold sample {twice[1]}: give each sample once.")
         seen |= own
-        whole.rows += table.rows
-        whole.notes += [f"{path.name}: {note}" if len(parts) < 4 else note for note in table.notes]
+        whole.samples += table.samples
+        several = 1 < len(parts) < 4
+        whole.notes += [f"{path.name}: {note}" if several else note for note in table.notes]
     whole.notes = list(dict.fromkeys(whole.notes))
     return whole
 
 
-def _partners(rows: Sequence[Mapping[str, Any]], side: Sequence[Mapping[str, Any]]) -> Sequence[int]:
-    """For each row the place of its partner in the training side: by the first of sample_id and index that every
+def _partners(samples: Sequence[Sample], side: Sequence[Sample]) -> Sequence[int]:
+    """For each sample the place of its partner in the training side: by the first of sample_id and index that every
     sample of the training side has, else by order.
 
-    Raises InputError where a row has no partner, or two.
+    Raises InputError where a sample has no partner, or two.
     """
-    told = {"sample_id": [row.get("sample_id") for row in side], "index": [row.get("at") for row in side]}
-    with_steps = any(isinstance(index, tuple) for index in told["index"])
-    places, indexes = Counter[Any](), []
-    for row in rows:
-        step = row.get("step") if with_steps else None
-        indexes.append(places[step] if step is None else (step, places[step]))
-        places[step] += 1
-    wanted = {"sample_id": [row.get("sample_id") for row in rows], "index": indexes}
-    complete = [key for key, values in told.items() if None not in values]
+    by_step = any(one.step is not None for one in side)
+    before, places = Counter[Any](), list[Any]()
+    for sample in samples:
+        places.append((sample.step, before[sample.step]) if by_step else len(places))
+        before[sample.step] += 1
+    told: list[Any] = [(one.step, one.index) if by_step else one.index for one in side]
+    told = [at if "index" in one.model_fields_set else None for at, one in zip(told, side, strict=True)]
+    keys: dict[str, tuple[list[Any], list[Any]]] = {
+        "sample_id": ([one.sample_id for one in samples], [one.sample_id for one in side]),
+        "index": (
+            places,
+            [at if "index" in one.model_fields_set else None for at, one in zip(told, side, strict=True)],
+        ),
+    }
+    complete = [key for key, (_, theirs) in keys.items() if None not in theirs]
     if not complete:
-        if any(value is not None for values in told.values() for value in values):
+        if any(value is not None for _, theirs in keys.values() for value in theirs):
             raise InputError(
                 "some lines of the training file have a sample_id or index and some none: give all or none."
             )
-        if len(side) != len(rows):
+        if len(side) != len(samples):
             raise InputError(
-                f"{len(rows)} records and {len(side)} lines of training log-probs: without sample_id or index "
+                f"{len(samples)} records and {len(side)} lines of training log-probs: without sample_id or index "
                 f"they are matched line by line, so give one line a record."
             )
-        return range(len(rows))
+        return range(len(samples))
     # A dump may give one sample_id to several responses and still tell their places.
-    unique = [key for key in complete if len({*told[key]}) == len(side) and len({*wanted[key]}) == len(rows)]
+    unique = [key for key in complete if all(len({*values}) == len(values) for values in keys[key])]
     key = (unique or complete)[0]
-    names, table = wanted[key], {value: at for at, value in enumerate(told[key])}
-    if all(name is None for name in names):
-        raise InputError("the training file names samples by sample_id, but no record has one: use index instead.")
-    if len(table) != len(side):
-        twice = next(value for value, times in Counter(told[key]).items() if times > 1)
-        raise InputError(f"the training file has {key} {twice!r} twice.")
-    if missing := [name for name in names if name not in table]:
+    ours, theirs = keys[key]
+    for values, what in ((theirs, "the training file has"), (ours, "the records have")):
+        if len({*values}) < len(values):
+            raise InputError(f"{what} {key} {Counter(values).most_common(1)[0][0]!r} twice: it must name one record.")
+    at = {value: number for number, value in enumerate(theirs)}
+    if missing := [value for value in ours if value not in at]:
         raise InputError(f"the training file has no {key} {missing[0]!r} ({len(missing)} records have no partner).")
-    if len({*names}) != len(rows):
-        raise InputError(f"the records have a {key} twice: it must name one record.")
-    return [table[name] for name in names]
+    return [at[value] for value in ours]

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from mismatch_plugin.data import arrays
-from mismatch_plugin.data.sampling import SamplingParameters, remaining_bias
+from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.data.served import Served, ServedWeights
 from mismatch_plugin.data.versions import WeightSpan
 from mismatch_plugin.files import encodable
@@ -89,7 +89,7 @@ class Sample(BaseModel):
     """Which data-parallel worker of the server sampled it. None: not told, or there is one only."""
     served: Served | None = None
     """What our SGLang plugin told: the weights that really made the tokens, and what the log-probs are of."""
-    group: str | int | None = None
+    group: Text | int | None = None
     """Responses of one group share a baseline (GRPO)."""
     reward: float | None = None
     step: int | None = None
@@ -135,7 +135,7 @@ class Sample(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Sample:
         n = len(self)
-        trained = n if self.trained_ids is None else len(self.trained_ids)
+        trained = n or len(self.train_log_probs) if self.trained_ids is None else len(self.trained_ids)
         if "loss_mask" not in self.model_fields_set:
             object.__setattr__(self, "loss_mask", np.ones(n, dtype=bool))
         for name in ("advantages", "entropy"):
@@ -152,7 +152,7 @@ class Sample(BaseModel):
                 raise ValueError(f"{name} has {len(value)} entries, {of} {count}: give one for each, {advice}")
         for name in ("routed_experts", "trained_experts"):
             value, count = getattr(self, name), len(self.prompt_ids) + n - 1
-            if value is not None and len(value) != count:
+            if value is not None and n and len(value) != count:
                 raise ValueError(f"{name} has {len(value)} entries: give one for each of the first {count} tokens")
         self._check_spans([(f"weight version {span.version!r}", span) for span in self.weight_versions])
         if self.served is not None:
@@ -175,6 +175,10 @@ class Sample(BaseModel):
     def replace(self, **fields: Any) -> Sample:
         """The same with some fields replaced, checked again."""
         return Sample(**{name: getattr(self, name) for name in self.model_fields_set} | fields)
+
+    def without(self, names: Iterable[str]) -> Sample:
+        """The same, and nothing is known of these fields."""
+        return Sample(**{name: getattr(self, name) for name in self.model_fields_set - {*names}})
 
     def with_fields(self, **fields: Any) -> Sample:
         """The same with some fields replaced, unchecked: for arrays that are already of this form."""
@@ -204,11 +208,6 @@ class Sample(BaseModel):
         """Of the log-probs: what the server tells, else `SamplingParameters.log_prob_temperature`."""
         told = None if self.served is None else self.served.temperature
         return self.sampling.log_prob_temperature if told is None else told
-
-    @property
-    def note(self) -> str:
-        """What bias the sampling leaves in the log-probs (`sampling.remaining_bias`); empty if none."""
-        return remaining_bias(self.sampling, has_kept_ids=self.kept_ids is not None)
 
     @cached_property
     def mask(self) -> arrays.Bools:

@@ -175,29 +175,25 @@ def remaining_bias(sampling: SamplingParameters, *, has_kept_ids: bool) -> str:
     """
     if sampling.greedy:
         return (
-            "greedy sampling (temperature below 1e-6, or top_k 1): the behaviour policy gives its token probability 1, "
-            "the returned log-prob is that of sampling without filters at temperature 1, whatever temperature was "
-            "asked for (with top_k 1 at that temperature, where other requests were not greedy), and no importance "
-            "weight can repair a policy that never explores. Sample with temperature > 0 and top_k ≠ 1."
+            "greedy sampling (temperature below 1e-6, or top_k 1): tokens had probability 1, their log-probs are those "
+            "of sampling without filters at temperature 1, whatever temperature was asked for; no importance weight "
+            "can repair a policy that never explores. Sample with temperature > 0 and top_k ≠ 1."
         )
     notes = []
     if sampling.filtered and not has_kept_ids:
         notes.append(
             f"{', '.join(sampling.filters)} without the sampling mask: tokens were drawn from what the filters kept, "
-            "but their log-probs are over the full vocabulary. Each is too low by −log(kept mass), so that every ratio "
-            "π_train/π_rollout is too high by 1/(kept mass) and grows with the response length at sequence level. "
-            "Request return_sampling_mask (SGLang 0.5.23 needs a finite top_k for it), or sample with top_p 1, top_k "
-            "−1, min_p 0. And what the training policy gives to tokens outside the kept set cannot be reweighted."
+            "but their log-probs are over the full vocabulary, each too low by −log(kept mass). Request "
+            "return_sampling_mask (SGLang 0.5.23 needs a finite top_k), or sample with top_p 1, top_k −1, min_p 0."
         )
     if sampling.penalised:
         notes.append(
-            "penalties are part of the returned log-probs and depend on the tokens before: the training side, which "
-            "does not apply them, is compared with another distribution. Importance weights correct it, with more "
-            "variance; sample with repetition_penalty 1, frequency_penalty 0, presence_penalty 0."
+            "penalties are part of the returned log-probs, and the training side does not apply them: the weights have "
+            "more variance. Sample with repetition_penalty 1, frequency_penalty 0, presence_penalty 0."
         )
     if sampling.min_new_tokens > 0:
         notes.append(
-            f"min_new_tokens={sampling.min_new_tokens} forbids the end token in the first tokens, as the training side "
-            "does not: their log-probs are over a vocabulary without it. Sample with min_new_tokens 0."
+            f"min_new_tokens={sampling.min_new_tokens} forbids the end token in the first tokens; the training side "
+            "does not. Sample with min_new_tokens 0."
         )
     return " ".join(notes)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import codecs
-import io
 import json
-import math
 import pickle
 import re
 import zipfile
@@ -20,18 +18,12 @@ import torch
 from pydantic_core import from_json
 
 from mismatch_plugin.data.files import open_parquet
-from mismatch_plugin.files import MIB, read_lines, read_text, validate_regular_file
+from mismatch_plugin.files import read_lines, read_text, validate_regular_file
 
 Kind = Literal["torch", "npz", "parquet", "json", "jsonl"]
 Row = tuple[str, Mapping[str, Any]]
 """(how errors call it, its columns)."""
 READ = ".pt (torch.save of a dict), .npz, .parquet, .json and .jsonl"
-MAX_ARRAY = 4096 * MIB
-"""Bytes of one array of an .npz file once it is unpacked."""
-MAX_REPEATED = 256 * MIB
-"""Bytes by which a tensor may be larger than the values that are saved of it (`expand`)."""
-_LONG = 4 * MIB
-"""Characters from which JSON is read by Python itself: without memory, pydantic_core ends the process."""
 _BATCH = 32
 """Parquet rows that are Python objects at once."""
 
@@ -70,19 +62,16 @@ def each(rows: list[Any], called: str) -> Iterator[Row]:
 
 
 def open_source(path: Path) -> Source:
-    """Raises ValueError naming the file where it is empty, cut, damaged, too large, of no known kind, or holds code."""
+    """Raises ValueError naming the file where it is empty, cut, damaged, of no known kind, or holds code."""
     validate_regular_file(path)
-    try:
-        with path.open("rb") as stream:
-            head = stream.read(64)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
+    with path.open("rb") as stream:
+        head = stream.read(64)
     if not head.strip() and path.stat().st_size == len(head):
         raise ValueError(f"{path} is empty: it holds no response and no sample.")
     if head.startswith(b"PK"):
-        names = _zip_names(path, path)
+        names = _zip_names(path)
         if any(name.endswith("data.pkl") for name in names):
-            return _of_objects(path, "torch", _load(path, path))
+            return _of_objects(path, "torch", _load(path))
         if not any(name.endswith(".npy") for name in names):
             raise ValueError(f"{path} is a zip file, but neither of torch.save nor of numpy.savez.")
         arrays = np.load(path, allow_pickle=False)  # each is read when it is asked for
@@ -92,7 +81,7 @@ def open_source(path: Path) -> Source:
             return Source(path, "parquet", tuple(file.schema_arrow.names))
     if head.lstrip()[:1] in (b"{", b"["):
         return _json(path)
-    if head[:1] == b"\x80" or path.suffix.lower() in (".pkl", ".pickle"):
+    if head[:1] == b"\x80":
         raise ValueError(
             f"{path} is a pickle, which may run code when it is loaded: it was not. verl's DataProto.save_to_disk "
             f"writes such files; save its tensors instead: torch.save(dict(data.batch.items()), path)."
@@ -102,8 +91,6 @@ def open_source(path: Path) -> Source:
 
 def _of_objects(path: Path, kind: Kind, content: Any) -> Source:
     """Of one loaded object: a dict, or a list of dicts."""
-    if isinstance(content, DataProto):
-        return Source(path, kind, ("batch", "non_tensor_batch", "meta_info"), content)
     first = content[0] if isinstance(content, list) and content else content
     if not isinstance(first, Mapping):
         what = "an empty list" if first == [] else f"a {type(content).__name__}"
@@ -116,14 +103,13 @@ def _of_objects(path: Path, kind: Kind, content: Any) -> Source:
 
 def _json(path: Path) -> Source:
     """JSONL where the first line is an object of its own, else the whole document."""
-    first = next((line for _, line in _lines(path) if line.strip()), "")
     try:
-        row = _loads(first)
-    except json.JSONDecodeError:
-        row = None
-    if isinstance(row, dict):
-        return Source(path, "jsonl", tuple(row), row)
-    try:
+        try:
+            row = _loads(next(line for _, line in read_lines(path) if line.strip()))
+        except json.JSONDecodeError:
+            row = None
+        if isinstance(row, dict):
+            return Source(path, "jsonl", tuple(row), row)
         return _of_objects(path, "json", _loads(read_text(path)))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is neither JSON nor JSONL: {error}. Is it cut?") from None
@@ -131,25 +117,13 @@ def _json(path: Path) -> Source:
 
 def _loads(text: str) -> Any:
     try:
-        if len(text) < _LONG:
-            return from_json(text)  # a third of the time
+        return from_json(text)  # a third of the time; it takes no lone surrogates and no number of 5000 digits
     except ValueError:
-        pass  # it takes no lone surrogates, no number of 5000 digits and less nesting
-    try:
         return json.loads(text)
-    except RecursionError:
-        raise ValueError("JSON is nested too deeply.") from None
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    try:
-        yield from read_lines(path)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text: {error}.") from None
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
-    for number, line in _lines(path):
+    for number, line in read_lines(path):
         if not line.strip():
             continue
         place = f"{path}, line {number}"
@@ -195,17 +169,11 @@ _NUMBERS = ("float", "double", "int8", "int16", "int32", "int64", "uint8", "uint
 # Zip files: of torch.save and numpy.savez
 
 
-def _zip_names(path: Path, file: Any) -> list[str]:
-    """What a zip file holds. Raises ValueError where it is cut, damaged, or an array in it is too large."""
+def _zip_names(path: Path) -> list[str]:
+    """What a zip file holds. Raises ValueError where it is cut or damaged."""
     try:
-        with zipfile.ZipFile(file) as archive:
-            names = archive.namelist()
-            packed = max((one.file_size for one in archive.infolist() if one.compress_type), default=0)
-            if packed > MAX_ARRAY or (packed and any(name.endswith("data.pkl") for name in names)):
-                raise ValueError(
-                    f"{path}: {packed / MIB:.0f} MiB are packed into it: save with torch.save or numpy.savez."
-                )
-            damaged = archive.testzip()
+        with zipfile.ZipFile(path) as archive:
+            names, damaged = archive.namelist(), archive.testzip()
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, OSError, EOFError) as error:
         raise ValueError(f"{path} is cut or damaged: {error}. Was it still being written?") from None
     if damaged is not None:
@@ -213,53 +181,24 @@ def _zip_names(path: Path, file: Any) -> list[str]:
     return names
 
 
-def _load(path: Path, file: Any) -> Any:
+def _load(path: Path) -> Any:
     """What torch.save wrote, on the CPU; tensors stay in the file until they are used."""
     try:
         with torch.serialization.safe_globals([*_SAFE]):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, Path) or None)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # the bytes of a damaged file can fail in any way
-        refused = isinstance(error, pickle.UnpicklingError)
-        if refused and (named := re.search(r"(?:GLOBAL|class) (\S+)", str(error))):
+        if isinstance(error, pickle.UnpicklingError) and (found := re.search(r"(?:GLOBAL|class) (\S+)", str(error))):
             raise ValueError(
-                f"{path} holds {named[1]}, which is code, not data: nothing was loaded. Save numbers, text and tensors "
-                f"only, for example torch.save({{name: tensor, ...}}, path) or numpy.savez(path, name=array, ...)."
-            ) from None
-        if refused and "NJT" in str(error):
-            raise ValueError(
-                f"{path} holds nested (jagged) tensors: save lists instead, torch.save({{name: list(value.unbind()) if "
-                f"value.is_nested else value for name, value in data.items()}}, path)."
+                f"{path} holds {found[1]}, which is code, not data: nothing was loaded. Save numbers, text and tensors "
+                f"only: torch.save({{name: tensor, ...}}, path); of verl's batch dict(data.batch.items())."
             ) from None
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f"{path} cannot be loaded: {reason}. It is damaged, or no file of torch.save.") from None
 
 
-def inner_torch(path: Path, data: bytes) -> Any:
-    """What torch.save wrote into these bytes of a file."""
-    _zip_names(path, io.BytesIO(data))
-    return _load(path, io.BytesIO(data))
-
-
 def plain(value: Any) -> Any:
-    """A nested tensor as a list of tensors; anything else as it is. Raises ValueError for one that expands far."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.is_nested:
-        return list(value.unbind())
-    size = value.numel() * value.element_size()
-    if value.layout is torch.strided and size > value.untyped_storage().nbytes() + MAX_REPEATED:
-        raise ValueError(
-            f"it holds a tensor of {size / MIB:.0f} MiB that repeats the values of a smaller one (expand), "
-            f"{MAX_REPEATED / MIB:.0f} more than those at most are read: save tensor.contiguous()."
-        )
-    return value
-
-
-class DataProto:
-    """verl.protocol.DataProto: `state` is (bytes of its batch, non-tensor batch, meta information)."""
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
+    """A nested tensor as a list of tensors; anything else as it is."""
+    return list(value.unbind()) if isinstance(value, torch.Tensor) and value.is_nested else value
 
 
 class _Inert:
@@ -270,25 +209,6 @@ class _Inert:
     def __setstate__(self, state: Any) -> None: ...
 
 
-def _tensordict(_: Any, state: Any) -> Any:
-    """tensordict.TensorDict, as the dict that it holds."""
-    return {**state["_tensordict"]}
-
-
-def _consolidated(metadata: Any, storage: Any) -> dict[str, torch.Tensor]:
-    """A consolidated TensorDict: its tensors lie one behind the other in the bytes of `storage`."""
-    found = {}
-    for name, (kind, shape, start, stop, _) in metadata["leaves"].items():
-        if not isinstance(name, str) or name.startswith("<NJT"):
-            raise pickle.UnpicklingError("NJT")
-        found[name] = storage[start:stop].view(_DTYPES[kind])[: math.prod(shape)].view(tuple(shape))
-    return found
-
-
-_DTYPES = {
-    str(dtype): dtype
-    for dtype in (torch.int64, torch.int32, torch.bool, torch.uint8, torch.float64, torch.float32, torch.bfloat16)
-}
 _RECONSTRUCT, _SCALAR = np.zeros(0).__reduce__()[0], np.float64(0).__reduce__()[0]
 _SAFE: list[Any] = [
     # What pickles of numpy arrays name, of numpy 1 and 2.
@@ -296,10 +216,6 @@ _SAFE: list[Any] = [
     *((_SCALAR, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
     *(np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in "?bBhHiIlLqQefdOUS")),
     (codecs.encode, "_codecs.encode"),
-    (DataProto, "verl.protocol.DataProto"),
-    (_tensordict, "tensordict._reductions._make_td"),
-    (_consolidated, "tensordict._reductions._rebuild_tensordict_files_consolidated"),
-    (_Inert, "tensordict._td.TensorDict"),
     # Of a sample that trains a LoRA adapter; nothing of it is needed.
     (_Inert, "miles.utils.types.AdapterRef"),
     (_Inert, "miles.utils.types.RewardSpec"),

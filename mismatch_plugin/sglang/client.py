@@ -7,10 +7,9 @@ async with SGLangClient("http://127.0.0.1:30000") as client:
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, get_args
 
 import numpy as np
@@ -23,7 +22,7 @@ from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.sglang.control import PauseMode, ServerControl, ServerInfo
 from mismatch_plugin.sglang.fingerprints import WeightUpdateError
-from mismatch_plugin.sglang.http import MAX_REPLY_BYTES, RequestError, Retries, Server
+from mismatch_plugin.sglang.http import RequestError, Retries, Server
 from mismatch_plugin.sglang.replies import ReplyError, parse_generate, parse_prompt_log_probs
 
 __all__ = ["GenerateError", "PauseMode", "RequestError", "Retries", "SGLangClient", "ServerInfo", "WeightUpdateError"]
@@ -55,18 +54,16 @@ class SGLangClient(ServerControl):
         verify_updates: compare the weights that an update sent with those that serve then, where the server has our
             plugin; one pass over what is sent. A later sample fails (kind `weights`) where the server started again
             or somebody else updated it since this client did; without the plugin only the version shows it.
-        retries: attempts and waits after connection errors, timeouts, cut-off JSON and status 5xx; never after 4xx. A
+        retries: attempts and waits after connection errors, timeouts and status 5xx; never after 4xx. A
             number means so many attempts more than the first.
-        connect_timeout: seconds to reach the server.
         rollout_log_prob_policy: with `error` an invalid log-prob fails its sample; otherwise it stays in the sample,
             for `pack` and the correction to handle.
         headers: sent with every request, such as {"Authorization": "Bearer …"}. No message shows their values.
-        max_reply_bytes: a larger reply fails its sample. Default: 256 MiB.
         vocab_size: rows of the model's embedding. Token ids from there on are refused before anything is sent: such an
             id brings a server down. None: what the server tells of itself, if anything; else ids are sent unchecked.
 
     Raises:
-        ValueError: for an address, headers or numbers that mean nothing; no message holds credentials.
+        ValueError: for an address or numbers that mean nothing; no message holds credentials.
     Warns:
         MismatchWarning: once, with the first request, for each setting of the server that is known to widen the
             mismatch (`ServerInfo.risks`).
@@ -80,10 +77,8 @@ class SGLangClient(ServerControl):
         timeout: float = 600.0,
         verify_updates: bool = True,
         retries: Retries | int = 4,
-        connect_timeout: float = 10.0,
         rollout_log_prob_policy: InvalidPolicy = "error",
         headers: Mapping[str, str] | None = None,
-        max_reply_bytes: int = MAX_REPLY_BYTES,
         vocab_size: int | None = None,
     ) -> None:
         if concurrency < 1:
@@ -92,15 +87,7 @@ class SGLangClient(ServerControl):
             raise ValueError(
                 f"rollout_log_prob_policy={rollout_log_prob_policy!r} is unknown: choose one of {', '.join(policies)}."
             )
-        if vocab_size is not None and vocab_size < 1:
-            raise ValueError(f"vocab_size={vocab_size} must be at least 1: it counts the model's token ids.")
-        server = Server(
-            url,
-            timeout=timeout,
-            connect_timeout=connect_timeout,
-            headers=headers,
-            max_reply_bytes=max_reply_bytes,
-        )
+        server = Server(url, timeout=timeout, headers=headers)
         super().__init__(server, Retries(attempts=1 + retries) if isinstance(retries, int) else retries, verify_updates)
         self.url, self.concurrency, self.policy = server.url, concurrency, rollout_log_prob_policy
         self._vocab_size, self._asked = vocab_size, False
@@ -125,7 +112,6 @@ class SGLangClient(ServerControl):
         samples_per_prompt: int = 1,
         return_sampling_mask: bool = False,
         top_log_probs: int = 0,
-        deadline: float | None = None,
     ) -> list[Sample]:
         """`samples_per_prompt` responses to each prompt, prompt by prompt; sample i answers prompt i // samples.
 
@@ -135,7 +121,6 @@ class SGLangClient(ServerControl):
             return_sampling_mask: also the kept ids and the log-probs renormalised over them. Which settings that needs
                 the server decides: 0.5.23 wants a finite top_k, of at most its sampling_mask_max_tokens.
             top_log_probs: how many of the most likely tokens to return at each position.
-            deadline: seconds for the whole call; what is not done by then fails with kind `deadline`.
 
         Raises:
             GenerateError: if a sample failed for good, after all others were done; it holds what came and what failed.
@@ -151,14 +136,12 @@ class SGLangClient(ServerControl):
             asked["top_logprobs_num"] = top_log_probs
         batch = uuid.uuid4().hex[:12]
 
-        async def one(index: int, prompt: list[int], until: float | None) -> Sample:
+        async def one(index: int, prompt: list[int]) -> Sample:
             own = sampling if sampling.seed is None else sampling.model_copy(update={"seed": sampling.seed + index})
             body = {"input_ids": prompt, "sampling_params": own.to_sglang(), **asked}
             name = f"{batch}-{index}"
             serving = self._serving
-            answer = await self._server.call(
-                "POST", "/generate", body, request_id=name, retries=self._retries, deadline=until
-            )
+            answer = await self._server.call("POST", "/generate", body, request_id=name, retries=self._retries)
             with self._reading(answer.attempts):
                 (sample,) = parse_generate(answer.json, [prompt], own, require_kept_ids=return_sampling_mask)
                 if sample.request_id not in (None, f"{name}-{answer.attempts}"):
@@ -178,9 +161,9 @@ class SGLangClient(ServerControl):
                     raise RequestError("log_probs", str(invalid_error(found, total)), answer.attempts)
             return sample.with_fields(sample_id=str(index), server=self.url)
 
-        return await self._run(prompts, samples_per_prompt, one, deadline)
+        return await self._run(prompts, samples_per_prompt, one)
 
-    async def rescore(self, sequences: Sequence[TokenIds], *, deadline: float | None = None) -> list[Floats]:
+    async def rescore(self, sequences: Sequence[TokenIds]) -> list[Floats]:
         """The server's log-prob of each token of each sequence, by prefill, at temperature 1 and without filters.
 
         [n] float64 each; the first of a sequence is `arrays.NULL`. Raises GenerateError as `generate` does.
@@ -188,13 +171,13 @@ class SGLangClient(ServerControl):
         asked = {"return_logprob": True, "logprob_start_len": 0}
         sampling = {"temperature": 1.0, "max_new_tokens": 0}
 
-        async def one(index: int, sequence: list[int], until: float | None) -> Floats:
+        async def one(index: int, sequence: list[int]) -> Floats:
             body = {"input_ids": sequence, "sampling_params": sampling, **asked}
-            answer = await self._server.call("POST", "/generate", body, retries=self._retries, deadline=until)
+            answer = await self._server.call("POST", "/generate", body, retries=self._retries)
             with self._reading(answer.attempts):
                 return parse_prompt_log_probs(answer.json, sequence, vocab_size=self._vocabulary)
 
-        return await self._run(sequences, 1, one, deadline)
+        return await self._run(sequences, 1, one)
 
     @contextmanager
     def _reading(self, attempts: int) -> Iterator[None]:
@@ -206,43 +189,25 @@ class SGLangClient(ServerControl):
             message = f"{error.message} ({error.kind})" if told else f"a reply of another form ({error!r})"
             raise RequestError("reply", self._server.redacted(message), attempts) from None
 
-    @asynccontextmanager
-    async def _slot(self, until: float | None) -> AsyncIterator[None]:
-        """One of the slots, once one is free. Raises RequestError if none is by then."""
-        try:
-            left = None if until is None else max(0.0, until - time.monotonic())
-            await asyncio.wait_for(self._slots.acquire(), left)
-        except asyncio.TimeoutError:
-            raise RequestError("deadline", "the deadline passed before a slot was free") from None
-        try:
-            yield
-        finally:
-            self._slots.release()
-
     @property
     def _vocabulary(self) -> int | None:
         return self._vocab_size or (self._info.vocab_size if self._info is not None else None)
 
     async def _run(
-        self,
-        prompts: Sequence[TokenIds],
-        each: int,
-        one: Callable[[int, list[int], float | None], Awaitable[T]],
-        deadline: float | None,
+        self, prompts: Sequence[TokenIds], each: int, one: Callable[[int, list[int]], Awaitable[T]]
     ) -> list[T]:
         """`one` for `each` samples of each prompt, by as many workers as may be under way: no task a sample.
 
         The server is asked once for its risks and vocabulary; one that does not tell is taken as it is.
         """
-        until = None if deadline is None else time.monotonic() + deadline
         ids, total = _token_ids(prompts), len(prompts) * each
         if total and not self._asked:
             wait = min(self._server.connect_timeout, self._server.timeout)
             try:
-                await self._ask_server(retries=Retries(attempts=1), timeout=wait, deadline=until)
+                await self._ask_server(retries=Retries(attempts=1), timeout=wait)
                 self._asked = True
             except RequestError as error:
-                self._asked = error.kind not in ("connection", "deadline", "closed")  # then it is asked again
+                self._asked = error.kind not in ("connection", "closed")  # then it is asked again
             except _MALFORMED:
                 self._asked = True
         if self._vocabulary is not None:
@@ -253,8 +218,8 @@ class SGLangClient(ServerControl):
 
         async def place(index: int) -> None:
             try:
-                async with self._slot(until):
-                    came[index] = await one(index, ids[index // each], until)
+                async with self._slots:
+                    came[index] = await one(index, ids[index // each])
             except RequestError as error:
                 # A copy: tracebacks hold requests and replies.
                 failures[index] = RequestError(error.kind, error.message, error.attempts, error.status)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import importlib
 import logging
 import pickle
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, nullcontext, suppress
-from datetime import timedelta
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
-import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
@@ -32,12 +29,10 @@ from mismatch_plugin.sglang.http import RequestError, Retries, Server
 PauseMode = Literal["abort", "retract", "in_place"]
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 Bucket = list[tuple[str, Tensor]]
-T = TypeVar("T")
 logger = logging.getLogger("mismatch_plugin")
 
 _ONCE = Retries(attempts=1)
 _OK = 200
-_GROUP = {"group_name": "weight_update_group"}
 
 
 class ServerInfo(BaseModel):
@@ -92,18 +87,16 @@ class Serving(NamedTuple):
                 known = ", ".join(str(server) for server, _, _ in self.workers)
                 return (
                     f"{served.server} is none of the processes that took version {self.version!r} ({known}): it "
-                    "started again with the weights of its launch, or the address leads elsewhere. Send the weights "
-                    "again."
+                    "started again with the weights of its launch, or is another server. Send the weights again."
                 )
             number, fingerprint = self.workers[served.identity]
             if (now := served.weights[-1].fingerprint) != fingerprint and fingerprint is not None:
                 updates = served.update.number if served.update else number
-                why = (
-                    f"somebody else updated it since ({updates} updates, this client's was number {number})"
-                    if updates > number
-                    else "an update of somebody else is under way, or its memory was released or reset"
+                return (
+                    f"{served.server} samples from {now}, version {self.version!r} is {fingerprint}: somebody else "
+                    f"updated it since ({updates} updates, this client's was number {number}), is updating it, or its "
+                    "memory was released or reset."
                 )
-                return f"{served.server} samples from {now}, version {self.version!r} is {fingerprint}: {why}."
         if spans and spans[-1].version != self.version:
             return (
                 f"the server samples as version {spans[-1].version!r}, and this client's last update was "
@@ -199,84 +192,19 @@ class ServerControl:
             of the new weights, so generation is paused (retract) meanwhile unless it is already.
         flush_cache: as in `update_weights_from_disk`.
         """
-
-        async def send(bucket: Bucket, last: dict[str, Any]) -> None:
-            workers = (self._info or await self.server_info()).tp_size
-            body = {"serialized_named_tensors": [serialised(bucket)] * workers, **last}
-            await self._post("/update_weights_from_tensor", body, confirmed=True)
-
-        await self._send(send, named_tensors, version, bucket_bytes, flush_cache)
-
-    async def init_weights_update_group(
-        self, master_address: str, master_port: int, *, backend: str = "gloo", timeout: float = 60.0
-    ) -> dist.ProcessGroup:
-        """Make a process group of this process (rank 0) and the server's workers, for `update_weights_from_group`.
-
-        master_address, master_port: where this process listens, as the server sees it. backend: gloo or nccl. Raises
-        WeightUpdateError.
-        """
-        size = 1 + (self._info or await self.server_info()).tp_size
-        group = {"world_size": size, "backend": backend}
-        body = {"master_address": master_address, "master_port": master_port, "rank_offset": 1, **group, **_GROUP}
-        joining = asyncio.to_thread(join_weights_update_group, master_address, master_port, timeout=timeout, **group)
-        return await self._together(self._post("/init_weights_update_group", body, confirmed=True), joining)
-
-    async def destroy_weights_update_group(self, group: dist.ProcessGroup) -> None:
-        """Take the group down on both sides. Raises RequestError where the server did not."""
-        await self._post("/destroy_weights_update_group", _GROUP, confirmed=True)
-        dist.destroy_process_group(group)
-
-    async def update_weights_from_group(
-        self,
-        named_tensors: NamedTensors,
-        version: str | int,
-        group: dist.ProcessGroup,
-        *,
-        bucket_bytes: int | None = None,
-        flush_cache: bool | None = None,
-    ) -> None:
-        """Broadcast weights over the group of `init_weights_update_group`; otherwise as `update_weights_from_tensors`.
-
-        The tensors must be where the group's backend reads them (CPU for gloo, CUDA for nccl). If the server refuses
-        in the middle, the broadcast hangs until the group's time limit: make a new group afterwards.
-        """
-
-        def broadcast(bucket: Bucket) -> None:
-            for _, tensor in bucket:
-                dist.broadcast(tensor.detach().contiguous(), src=0, group=group)
-
-        async def send(bucket: Bucket, last: dict[str, Any]) -> None:
-            body = {
-                "names": [name for name, _ in bucket],
-                "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-                "shapes": [list(tensor.shape) for _, tensor in bucket],
-                **_GROUP,
-                **last,
-            }
-            update = self._post("/update_weights_from_distributed", body, confirmed=True)
-            await self._together(update, asyncio.to_thread(broadcast, bucket))
-
-        await self._send(send, named_tensors, version, bucket_bytes, flush_cache)
-
-    async def _send(
-        self,
-        send: Callable[[Bucket, dict[str, Any]], Awaitable[None]],
-        named_tensors: NamedTensors,
-        version: str | int,
-        bucket_bytes: int | None,
-        flush_cache: bool | None,
-    ) -> None:
-        """`send` each bucket, between begin and end, which SGLang needs around tensors; end also where it failed."""
         pairs = _checked(named_tensors)
         *first, final = _buckets(pairs, bucket_bytes)
         pausing = self.paused("retract") if first and self._paused is None else nullcontext()
         async with self._updating(version, flush_cache) as flush, pausing:
+            workers = (self._info or await self.server_info()).tp_size
             await self._post("/begin_weight_update", {}, confirmed=True)
             try:
-                for bucket in first:
-                    await send(bucket, {"flush_cache": False})
-                # The version takes effect with the last bucket.
-                await send(final, {"weight_version": str(version), "flush_cache": flush})
+                for bucket in [*first, final]:
+                    # The version takes effect with the last bucket.
+                    last = {"weight_version": str(version), "flush_cache": flush}
+                    body = {"serialized_named_tensors": [serialised(bucket)] * workers}
+                    body |= last if bucket is final else {"flush_cache": False}
+                    await self._post("/update_weights_from_tensor", body, confirmed=True)
             except BaseException:
                 with suppress(RequestError):  # the first error says what went wrong
                     await self._post("/end_weight_update", {}, confirmed=True)
@@ -346,17 +274,6 @@ class ServerControl:
                 ) from error
         return False
 
-    async def _together(self, request: Coroutine[Any, Any, None], local: Coroutine[Any, Any, T]) -> T:
-        """Both at once, as a collective needs it; the first error ends it, without waiting for the other side."""
-        theirs, ours = asyncio.ensure_future(request), asyncio.ensure_future(local)
-        try:
-            return (await asyncio.gather(theirs, ours))[1]
-        except Exception as error:
-            raise WeightUpdateError(str(error)) from error
-        finally:
-            theirs.cancel()
-            ours.cancel()
-
     @asynccontextmanager
     async def _updating(self, version: str | int, flush_cache: bool | None) -> AsyncIterator[bool]:
         """An update, told whether it is to flush the cache. What the server refuses in it is a WeightUpdateError.
@@ -422,25 +339,3 @@ def serialised(bucket: Bucket) -> str:
     # A view would drag its whole storage along, so each tensor is copied into one of its own.
     own = [(name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in bucket]
     return base64.b64encode(pickle.dumps(own)).decode("ascii")
-
-
-def join_weights_update_group(
-    master_address: str, master_port: int, *, world_size: int, backend: str, timeout: float, rank: int = 0
-) -> dist.ProcessGroup:
-    """Join a process group next to the default one, as the server's workers do; blocks until all have joined.
-
-    Rank 0, the trainer, listens at master_address:master_port; the workers are ranks 1 and up. The store's keys must be
-    those that SGLang uses, and those torch makes only inside `_new_process_group_helper`: no public call of torch makes
-    a group with processes outside the default one.
-    """
-    c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
-    wait = timedelta(seconds=timeout)
-    host = f"[{master_address}]" if ":" in master_address else master_address
-    store, rank, world_size = next(c10d.rendezvous(f"tcp://{host}:{master_port}", rank, world_size, timeout=wait))
-    store.set_timeout(wait)
-    prefixed = c10d.PrefixStore(_GROUP["group_name"], store)
-    group, _ = c10d._new_process_group_helper(
-        world_size, rank, [], c10d.Backend(backend), prefixed, timeout=wait, **_GROUP
-    )
-    c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
-    return group

@@ -180,13 +180,10 @@ def some(names: Sequence[str]) -> str:
 
 
 class Comparison(NamedTuple):
-    """What was sent next to what serves. compared: how many of the server's tensors could be. differ: those that are
-    not what was sent. unknown: sent names that it lacks. problems: sentences on these. notes: why others were not
-    compared. complete: all that serves is what was sent."""
+    """What was sent next to what serves. differ: tensors that are not what was sent. problems: sentences on these and
+    on names that the server lacks. notes: why others were not compared. complete: all that serves is what was sent."""
 
-    compared: int
     differ: list[str]
-    unknown: list[str]
     problems: list[str]
     notes: list[str]
     complete: bool
@@ -212,8 +209,7 @@ class SentWeights(dict[str, Digest]):
         """
         served = read_tensors(state)
         if not served:
-            note = "the server could not take fingerprints: see its log."
-            return Comparison(0, [], [], [], [note], False)
+            return Comparison([], [], ["the server could not take fingerprints: see its log."], False)
         sources, unknown = sources_of(self, served)
         groups: dict[tuple[str, ...], list[str]] = {}
         for name in served:
@@ -257,7 +253,7 @@ class SentWeights(dict[str, Digest]):
         if lacked:
             skipped = "names that were sent belong to no tensor of the server and were skipped"
             problems.append(f"{len(lacked)} of {len(self)} {skipped}: {some(lacked)}.")
-        return Comparison(len(compared), differ, lacked, problems, notes, complete)
+        return Comparison(differ, problems, notes, complete)
 
 
 def sources_of(sent: Iterable[str], served: Iterable[str]) -> tuple[dict[str, list[str]], list[str]]:

@@ -77,17 +77,6 @@ def test_every_prompt_is_sent_once_with_64_under_way_over_all_calls() -> None:
         assert most_tasks <= 3 * 2 * 64 + 8  # a worker and its request, however many prompts wait
 
 
-def dying(server: FaultyServer, after: float) -> Reply:
-    """Ends the server, which is started again after a while."""
-
-    def die() -> None:
-        server.kill()
-        server.soon(server.start, after)
-
-    server.soon(die)
-    return Reply(hang=True)
-
-
 def test_a_server_that_stays_dead_leaves_what_it_gave() -> None:
     def respond(request: Request) -> Reply:
         if request.json["input_ids"][0] == 10:
@@ -101,23 +90,10 @@ def test_a_server_that_stays_dead_leaves_what_it_gave() -> None:
         assert_right(error.came[:10], range(10))
         assert list(error.failures) == list(range(10, 15)) and error.came[10:] == [None] * 5
         assert {(failure.kind, failure.attempts) for failure in error.failures.values()} == {("connection", 3)}
-        assert error.failures[10].message.endswith("; the connection broke with this request under way")
-
-
-def test_a_request_that_brings_the_server_down_is_not_sent_again_and_again() -> None:
-    def respond(request: Request) -> Reply:
-        return dying(server, 0.05) if request.json["input_ids"][0] == 2 else honest(request)
-
-    with FaultyServer(respond) as server:
-        failures = failing(server, 4, concurrency=1, retries=Retries(attempts=30, first=0.02, longest=0.05)).failures
-        assert times_sent(server) == {0: 1, 1: 1, 2: 3, 3: 1}
-        assert list(failures) == [2] and failures[2].kind == "connection"
-        assert "the connection broke 3 times with this request under way. It is not sent again" in failures[2].message
-        assert "vocab_size of SGLangClient" in failures[2].message
 
 
 WHOLE = json.dumps(
-    honest(Request("POST", "/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 3}}, 0, 0)).json
+    honest(Request("POST", "/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 3}}, 0)).json
 )
 
 
@@ -127,9 +103,7 @@ WHOLE = json.dumps(
         (Reply({"error": {"message": "starting"}}, status=503), "server_error", "status 503, starting"),
         (Reply(body=b"oops", status=500, content_type="text/plain"), "server_error", "status 500, 'oops'"),
         (Reply(body=WHOLE.encode(), cut=50), "connection", "http://127.0.0.1"),
-        (Reply(body=WHOLE.encode()[:50]), "connection", "JSON cut off after 50 bytes"),
-        (Reply(body='{"text": "\u00e9'.encode()[:-1]), "connection", "JSON cut off after 11 bytes"),
-        (Reply(drop=True), "connection", "the connection broke 3 times"),
+        (Reply(drop=True), "connection", "Server disconnected"),
         (Reply(hang=True), "timeout", "no answer to POST /generate within 1.5 s"),
     ],
 )
@@ -178,23 +152,15 @@ def one_more(reply: Any) -> None:
     reply["meta_info"].update(completion_tokens=4)
 
 
-LIMIT = 1_000_000
-LARGE = f"more than {LIMIT} bytes: raise max_reply_bytes"
-
-
 @pytest.mark.parametrize(
     ("damage", "kind", "says"),
     [
         (Reply({"error": {"message": "too long"}}, status=400), "refused", "status 400, too long"),
         (Reply({"error": "slow"}, status=429), "refused", "status 429, slow"),
-        (Reply(body=b"<html>", content_type="text/html"), "content", "content type text/html"),
+        (Reply(body=b"<html>", content_type="text/html"), "content", "but '<html>': is this an SGLang server"),
+        (Reply(body=b'{"cut": [1, 2'), "content", "no JSON (Expecting"),
         (Reply(status=307, headers={"Location": "http://far.invalid/"}), "content", "a redirect to http://far.invalid"),
-        (Reply(body=b'"' + b"x" * LIMIT + b'"'), "content", LARGE),
-        (Reply(body=b"x" * (LIMIT + 1), status=500), "content", LARGE),
-        (Reply({}, headers={"Content-Encoding": "gzip"}), "content", "'gzip' was not asked for"),
-        (Reply(body=b'{"n": ' + b"7" * 6000 + b"}"), "content", "JSON that cannot be read (Exceeds the limit"),
-        (Reply(body=b'{"text": "\xff\xfe!"}'), "content", "JSON that is not utf-8, from byte 10 on"),
-        (Reply({"padding": "x" * (LIMIT - 20)}), "reply", "no meta_info"),  # small enough to be judged
+        (Reply({"padding": "x"}), "reply", "no meta_info"),
         (Reply({"error": "no"}), "reply", "the server answered: no"),
         (lambda reply: reply["meta_info"].pop("output_token_logprobs"), "reply", "3 tokens and no output_token"),
         (lambda reply: reply.update(output_ids=5), "reply", "a reply of another form"),
@@ -208,12 +174,11 @@ def test_what_will_not_pass_is_not_tried_again_and_costs_one_sample(
     damage: Reply | Change, kind: str, says: str
 ) -> None:
     with FaultyServer(damaging(damage, 1)) as server:
-        error = failing(server, 3, max_reply_bytes=LIMIT)
+        error = failing(server, 3)
         assert list(error.failures) == [1] and [sample is None for sample in error.came] == [False, True, False]
         assert (error.failures[1].kind, error.failures[1].attempts) == (kind, 1)
         assert says in error.failures[1].message
         assert times_sent(server) == Counter(range(3))
-        assert {request.headers["accept-encoding"] for request in server.requests} == {"identity"}
 
 
 @pytest.mark.parametrize(
@@ -239,50 +204,6 @@ def test_another_policy_keeps_log_probs_that_are_none() -> None:
     with FaultyServer(damaging(log_prob(None), 0)) as server:
         (sample,) = generate(server, 1, rollout_log_prob_policy="neutral")
         assert is_null(sample.rollout_log_probs).tolist() == [False, True, False]
-
-
-# Deadlines ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_deadline_ends_everything_and_accounts_for_all() -> None:
-    def respond(request: Request) -> Reply:
-        return honest(request) if request.json["input_ids"][0] < 2 else Reply(hang=True)
-
-    with FaultyServer(respond) as server:
-        with pytest.raises(GenerateError) as caught:
-            call(server, lambda client: client.generate(prompts(9), THREE, deadline=3.0), concurrency=3)
-        failures = caught.value.failures
-        assert list(failures) == list(range(2, 9)) and {failure.kind for failure in failures.values()} == {"deadline"}
-        assert [failure.attempts for failure in failures.values()] == [1, 1, 1, 0, 0, 0, 0]
-        assert set(times_sent(server)) == set(range(5))  # the rest was never sent
-
-
-def test_the_deadline_holds_while_waiting_to_try_again() -> None:
-    slow = Retries(attempts=10, first=10_000.0, longest=10_000.0)
-    with pytest.raises(GenerateError, match=r"the deadline passed; before that: POST /generate.*kind deadline"):
-        call(
-            lambda _: Reply({"error": "busy"}, status=503),
-            lambda client: client.generate(prompts(1), THREE, deadline=1.0),
-            retries=slow,
-        )
-
-
-def test_a_call_whose_lanes_are_all_taken_ends_at_its_deadline() -> None:
-    def respond(request: Request) -> Reply:
-        return honest(request) if request.json["input_ids"] == [5] else Reply(hang=True)
-
-    async def crowd(client: SGLangClient) -> None:
-        other = asyncio.create_task(client.generate(prompts(1), THREE))
-        while not server.in_flight:
-            await asyncio.sleep(0.01)
-        with pytest.raises(GenerateError, match=r"before a slot was free \(kind deadline, attempts 0\)"):
-            await client.generate([[5]], THREE, deadline=0.2)
-        other.cancel()
-        await asyncio.gather(other, return_exceptions=True)
-        assert len(await client.generate([[5]], THREE)) == 1
-
-    with FaultyServer(respond) as server:
-        call(server, crowd, concurrency=1, timeout=200.0)
 
 
 def test_waits_grow_and_scatter() -> None:
@@ -348,8 +269,6 @@ def telling(request: Request) -> Reply:
         ([[1], [9, 0, 10]], OUTSIDE, {"vocab_size": 10}),
         ([[1]], "concurrency=0 must be at least 1", {"concurrency": 0}),
         ([[1]], "timeout=0 and connect_timeout=10.0 must be positive seconds", {"timeout": 0}),
-        ([[1]], "max_reply_bytes=0 must be at least 1", {"max_reply_bytes": 0}),
-        ([[1]], "vocab_size=0 must be at least 1", {"vocab_size": 0}),
         ([[1]], "rollout_log_prob_policy='errror' is unknown", {"rollout_log_prob_policy": "errror"}),
     ],
 )
@@ -401,23 +320,20 @@ def test_a_server_that_tells_nothing_of_itself_is_taken_as_it_is(answer: Reply) 
         return await client.generate(prompts(2), THREE)
 
     with FaultyServer(respond) as server:
-        assert_right(call(server, twice, connect_timeout=1.0), range(2))
+        assert_right(call(server, twice, timeout=5.0), range(2))
         assert len([path for path in server.paths() if path.endswith("_info")]) <= 2  # asked once
 
 
 # Lanes and closing ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ends", ["cancelled", "deadline"])
-def test_a_request_given_up_at_any_step_leaves_its_lane_usable(ends: str) -> None:
+def test_a_request_given_up_at_any_step_leaves_its_lane_usable() -> None:
     async def run(client: SGLangClient) -> None:
         for steps in range(1, 100, 1 if FULL else 3):
-            deadline = None if ends == "cancelled" else 1e-4 * steps
-            task = asyncio.create_task(client.generate([[1]], THREE, deadline=deadline))
-            if ends == "cancelled":
-                for _ in range(steps):
-                    await asyncio.sleep(0)
-                task.cancel()
+            task = asyncio.create_task(client.generate([[1]], THREE))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             assert len(await client.generate([[2]], THREE)) == 1, steps
 

@@ -24,10 +24,14 @@ HEADERS = {"Authorization": f"Bearer {TOKEN}", "X-Run": "plain-value"}
     "url",
     [
         *("127.0.0.1:30000", "localhost", "ftp://host:1", "", "http://", "http://:30000", None),
-        *("http://host:99999999", "http://host:0", "http://host:-1", "http://host:http"),
-        *("http://ho\0st:1", "http://host:1/\r\nX: 1", "http://ho st:1"),
-        *("http://[::1", "http://a..b:1", f"http://{'a' * 64}.example:1"),
-        *("http://host:1?model=x", "http://host:1#x"),
+        *(
+            "http://host:99999999",
+            "http://host:0",
+            "http://ho st:1",
+            "http://[::1",
+            "http://host:1?x",
+            "http://host:1#x",
+        ),
         *(f"http://user:{PASSWORD}@host:99999999", f"http://user:{PASSWORD}@host:1?q", f"user:{PASSWORD}@host:1"),
         *(f"ftp://user:{PASSWORD}@host", f"http://user:a/{PASSWORD}@host:1", f"http://user:a?{PASSWORD}@host:1"),
         *(f"http://user:a#{PASSWORD}@host:1", f"http://user:{PASSWORD}@", f"http://user:{PASSWORD}@ho st"),
@@ -54,21 +58,6 @@ def test_what_is_no_address_is_refused_without_its_credentials(url: Any) -> None
 )
 def test_addresses_are_kept_without_credentials(url: str, base: str) -> None:
     assert SGLangClient(url).url == base
-
-
-@pytest.mark.parametrize(
-    ("headers", "says"),
-    [
-        ({"Authorization": f"Bearer {TOKEN}\n"}, r"headers\['Authorization'\] is not one line of ASCII"),
-        ({"Authorization": f"Bearer {TOKEN}é"}, r"headers\['Authorization'\] is not one line of ASCII"),
-        ({"Authorization": [TOKEN]}, r"headers\['Authorization'\] is not one line of ASCII"),
-        ({f"{TOKEN}:": "x"}, "a name that HTTP does not allow"),
-    ],
-)
-def test_headers_that_cannot_be_sent_are_refused_without_their_values(headers: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says) as caught:
-        SGLangClient("http://host:1", headers=headers)
-    assert TOKEN not in str(caught.value)
 
 
 TOLD = f"bad key Bearer {TOKEN} or {TOKEN} or {PASSWORD}"

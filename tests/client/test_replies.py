@@ -61,8 +61,8 @@ TOP = [(-3.229572296142578, 34), (-3.2735772132873535, 149)]
         ("prompt_log_probs_tail", lambda one: with_nulls(one.prompt_log_probs), [None, None, None, WHOLE[3]]),
         ("rescore_prompt_only", lambda one: (len(one), one.prompt_log_probs[1]), (0, -9.536086082458496)),
         ("temperature_0_7_top_p_0_9", lambda one: (one.sampling.temperature, one.sampling.top_p), (0.7, 0.9)),
-        ("temperature_0_7_top_p_0_9", lambda one: "without the sampling mask" in one.note, True),
-        ("greedy", lambda one: (one.sampling.greedy, one.note[:6]), (True, "greedy")),
+        ("temperature_0_7_top_p_0_9", lambda one: one.sampling.filters, ["top_p=0.9"]),
+        ("greedy", lambda one: one.sampling.greedy, True),
         ("stop_token", lambda one: (one.finish_reason, one.response_ids.tolist()), ("stop", [337, 433, 0])),
         ("aborted", lambda one: (one.finish_reason, len(one), len(one.rollout_log_probs)), ("abort", 118, 118)),
         ("weights_updated_in_flight", spans, [("default", 0, 163), ("v2", 163, 400)]),
@@ -92,7 +92,7 @@ def test_an_abort_before_the_first_token_and_an_older_server() -> None:
 
 def test_kept_ids_and_both_log_probs() -> None:
     (sample,) = parsed("sampling_mask_kept")
-    assert sample.kept_ids is not None and sample.behaviour_log_probs is not None and sample.note == ""
+    assert sample.kept_ids is not None and sample.behaviour_log_probs is not None
     assert all(token in kept for token, kept in zip(sample.response_ids, sample.kept_ids, strict=True))
     assert (sample.behaviour_log_probs > sample.rollout_log_probs).all()  # renormalised over less than everything
     _, reply = exchange("sampling_mask_support")  # log-probs of the whole support give that of the token
@@ -122,10 +122,10 @@ LOSSES: list[tuple[Callable[[Any], Any], str, str]] = [
     (lambda reply: entries(reply).pop(), "length", "8 output_ids, but 7 output_token_logprobs"),
     (lambda reply: reply["output_ids"].pop(), "length", "7 output_ids, but 8 output_token_logprobs"),
     (at(3, 1, 99), "token_ids", "disagree .position 3: 264 against 99"),
-    (at(3, 1, None), "token_ids", "position 3: None is no token id"),
-    (at(2, 0, "x"), "form", "position 2: 'x' is no log-prob"),
+    (at(3, 1, None), "form", r"position 3: \[.*None, None\] is not \[log-prob, id, text\]"),
+    (at(2, 0, "x"), "form", "position 2: .'x'"),
     (lambda reply: entries(reply)[2].clear(), "form", r"position 2: \[\] is not \[log-prob, id, text\]"),
-    (change(output_token_logprobs=5), "form", "output_token_logprobs is no list but int"),
+    (change(output_token_logprobs=5), "form", "a reply of another form"),
     (change(completion_tokens=9), "length", "completion_tokens is 9, but 8 tokens came"),
     (change(output_token_logprobs_length=7), "length", "output_token_logprobs_length is 7"),
     (change(prompt_tokens=5), "prompt", "4 prompt tokens were sent, the server saw 5"),
@@ -147,7 +147,6 @@ LOSSES: list[tuple[Callable[[Any], Any], str, str]] = [
     (change(weight_versions=[{"version": "a", "start": 0, "end": 9}]), "form", "spans"),
     (change(finish_reason={"type": "tired"}), "form", "finish reason 'tired' is unknown"),
     (change(dp_rank="first"), "form", "dp_rank"),
-    (lambda reply: reply.update(meta_info=5), "form", "meta_info is no JSON object but int"),
     (lambda reply: reply.pop("meta_info"), "form", "no meta_info among"),
     (lambda reply: reply["meta_info"].pop("output_token_logprobs") and reply.pop("output_ids"), "form", "neither"),
 ]
@@ -166,7 +165,7 @@ def test_what_is_lost_or_changed_is_an_error_that_names_the_sample(damage: Any, 
 @pytest.mark.parametrize(
     ("reply", "kind", "says"),
     [
-        (None, "form", "a JSON object is expected, not NoneType"),
+        (None, "form", "a reply of another form"),
         ([], "count", "0 responses to 1 requests"),
         ([{"meta_info": {}}] * 3, "count", "3 responses to 1 requests"),
         ({"object": "error", "message": "no"}, "error_reply", "the server answered: no"),

@@ -69,7 +69,6 @@ NO_TRAIN, UNTOLD = {"train": False}, "no sampling temperature"
         ("a.pt", dumps.verl(), "verl", {}, ""),
         ("a.npz", dumps.verl(), "verl", {}, ""),
         ("a.pt", VERL_NO_LENGTHS, "verl", {"prompts": False}, "prompt ids are left out"),
-        ("a.pt", {"tensordict": dumps.verl(), "global_steps": 12}, "verl", {}, ""),
         ("a.jsonl", dumps.nemo_log(), "nemo_rl", {}, ""),
         ("a.pt", dumps.nemo(), "nemo_rl", {}, ""),  # lengths from the mask
         ("a.pt", NEMO_LENGTHS, "nemo_rl", {}, ""),
@@ -158,7 +157,7 @@ def test_a_training_side_of_its_own_is_matched(tmp_path: Path) -> None:
         ([{**lines[0], "more": 1}], "line 1 has more: a line has train_log_probs and"),
         ([{"sample_id": "7"}], r"t\.jsonl"),
         ([{**lines[0], "loss_mask": [1]}, lines[1]], "loss_mask has 1 entries for 3 log-probs"),
-        ([{"train_log_probs": ["x"]}], "line 1: train_log_probs, position 0 is 'x', not a number"),
+        ([{"train_log_probs": ["x"]}], "line 1: train_log_probs: position 0 is 'x', not a number"),
     ):
         with pytest.raises(ValueError, match=says):
             read(rollout, save(side, wrong))
@@ -178,8 +177,6 @@ def test_what_trainers_skip_and_copy_is_said(tmp_path: Path) -> None:
     assert [(sample.reward, bool(sample.loss_mask.any())) for sample in dump.samples] == [(1.0, True), (0.0, False)]
     chat = save(tmp_path / "c.jsonl", dumps.vllm("chat"))
     assert not any("taken as raw" in note for note in read(chat, log_probs_of="filtered").notes)
-    steps = read(save(tmp_path / "v.pt", {"tensordict": dumps.verl(), "global_steps": 12})).samples
-    assert {one.step for one in steps} == {12}
 
 
 def _without_text() -> list[dict[str, Any]]:
@@ -194,11 +191,10 @@ def _without_text() -> list[dict[str, Any]]:
         ("1.jsonl", [{"input": "a", "output": "b", "gts": None, "score": 1.0, "step": 1}], "no token ids and no"),
         ("a.pt", {**dumps.verl(), "rollout_log_probs": None}, "calculate_log_probs=True"),
         ("a.pt", dumps.slime(rollout_log_probs=[None, None]), "no sample has rollout_log_probs"),
-        ("a.pt", {"rollout_id": 1, "samples": [1, 2]}, "holds no list of samples"),
-        ("a.pt", {"rollout_id": 1, "rollout_data": 3}, "no rollout_data"),
+        ("a.pt", {"rollout_id": 1, "samples": [1, 2]}, "is not as slime's and miles'.*TypeError"),
+        ("a.pt", {"rollout_id": 1, "rollout_data": 3}, "is not as older slime's train data"),
         ("a.pt", dumps.rank(cp_size=10**12), "the slice of context parallel rank 1 of 1000000000000 is not there"),
-        ("a.pt", dumps.rank(response_lengths=[10**11, 2]), "response_lengths is 100000000000, the sample has 5 tokens"),
-        ("a.pt", dumps.rank(sample_indices=[0, 0]), "holds sample 0 twice"),
+        ("a.pt", dumps.rank(sample_indices=[0, 0]), "hold two samples 0 of rollout 0"),
         ("a.jsonl", _without_text(), "no token ids: ask for return_token_ids"),
         ("a.jsonl", [{"custom_id": "a", "response": None, "error": "no"}], "is a request that failed: no"),
         ("a.jsonl", [{name: [row, row] for name, row in row.items()} for row in dumps.nemo_log()[:1]], "lists of one"),
@@ -211,11 +207,9 @@ def _without_text() -> list[dict[str, Any]]:
         ("a.pt", dumps.loop(rollout_log_probs=None, train_logprobs=None, old_logprobs=TRAIN, logprobs=ROLLOUT),
          "none of the rollout"),
         ("a.pt", {"input_ids": WHOLE, "rollout_log_probs": ROLLOUT, "mask": WHOLE},
-         r'what tells a response from its prompt.*Add "response_length", "prompt_length" or "loss_mask" .*rename mask'),
-        ("a.pt", dumps.loop(response_ids=[[1, -7, 2], [3, 4]]), "0: response_ids, position 1 is -7, no token id"),
+         r'what tells a response from its prompt.*Add "response_length", "prompt_length" or "loss_mask"'),
+        ("a.pt", dumps.loop(response_ids=[[1, -7, 2], [3, 4]]), "0: response_ids: position 1 is -7, no token id"),
         ("a.pt", dumps.loop(response_ids=[[1.5, 2, 3], [3, 4]]), "response_ids, position 0 is 1.5, not an integer"),
-        ("a.pt", dumps.loop(response_ids=[[[1], 2, 3], [3, 4]]), "position 0 is a list, not an integer"),
-        ("a.pt", dumps.loop(response_ids=[[1, 2, 2**70], [3, 4]]), "position 2 is"),
         ("a.pt", dumps.loop(rollout_log_probs=[["-1", -1.0, -1.0], [-1.0, -1.0]]), "position 0 is '-1', not a number"),
         ("a.pt", dumps.loop(loss_mask=[[1, 2, 1], [1, 1]]), "sample 0: loss_mask holds 2 at position 1"),
         ("a.pt", dumps.loop(loss_mask=[[1, 1, 1], [1]]), "sample 1: loss_mask has 1 entries, the response 2 tokens"),
@@ -223,11 +217,11 @@ def _without_text() -> list[dict[str, Any]]:
         ("a.pt", dumps.loop(rollout_log_probs=[[-1.0] * 3]), "rollout_log_probs has 1 rows, response_ids 2"),
         ("a.pt", dumps.loop(response_length=[4, 2]), "has 3 tokens, its response_length is 4"),
         ("a.pt", {"input_ids": WHOLE, "response_length": [9, 2], "rollout_log_probs": ROLLOUT},
-         "response_length 9 does not fit a sequence of 5 tokens"),
+         "a response from -4 to 5 does not fit a sequence of tokens 0 to 5"),
         ("a.pt", dumps.loop(response_length=[-1, 2]), "is -1: a length is a whole number"),
         ("a.pt", {"response_ids": torch.ones(2, 3, dtype=torch.long), "rollout_log_probs": torch.ones(2, 5)},
          "cannot be matched"),
-        ("a.pt", dumps.loop(temperature=-1.0), "temperature -1"),
+        ("a.pt", dumps.loop(temperature=-1.0), "sampling.temperature: .*value -1"),
         ("a.pt", {"response_ids": RESPONSES, "rollout_logps": ROLLOUT, "old_log_probs": TRAIN},
          "rollout_logps: did you mean rollout_logprobs"),
         ("a.pt", dumps.loop(respons_ids=RESPONSES, response_ids=None, **{f"c{at}": 1 for at in range(40)}),
@@ -277,10 +271,6 @@ def test_folders_are_joined_in_the_order_of_their_numbers(tmp_path: Path) -> Non
     save(tmp_path / "copy.pt", dumps.verl())
     with pytest.raises(ValueError, match=r"copy\.pt is of the format verl, .*give files of one format.*ROLLOUTS"):
         read(tmp_path)
-    for name in ("9.pt", "10.pt"):
-        save(tmp_path / "same" / name, {"response_ids": [[*range(10)]], "rollout_log_probs": [[-1.5] * 10]})
-    with pytest.raises(ValueError, match="both hold the same response with the same log-probs"):
-        read(tmp_path / "same")
     save(tmp_path / "both" / "rollout_3.pt", dumps.slime())
     save(tmp_path / "both" / "train_3.pt", dumps.slime_train())
     with pytest.raises(ValueError, match=r"rollout_3.pt lacks a side.*a folder of its own.*inspect ROLLOUTS TRAINING"):
@@ -304,7 +294,7 @@ def test_a_folder_of_our_samples_and_their_training_side_is_a_pair(tmp_path: Pat
         write_samples(folder / name, samples)
         for training in (None, own):
             assert not any("left out" in note for note in same(read(folder, training)).notes)
-        assert any("training.jsonl was left out" in note for note in read(folder, other).notes)
+        same(read(folder, other))
     save(folder / "more.jsonl", side)
     with pytest.raises(ValueError, match="give files of one format"):
         read(folder)

@@ -13,7 +13,6 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.data.pack import pack, sampling_mask
-from mismatch_plugin.data.read import Dump
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.versions import WeightSpan, spans_of
 from mismatch_plugin.log_probs import vocab_parallel_log_probs
@@ -121,8 +120,7 @@ def test_the_trainer_s_view_decides_what_is_packed() -> None:
     assert packed.advantages is not None and packed.advantages.tolist() == [1.0, 2.0, 3.0]
     assert packed.old_log_probs is not None and packed.old_log_probs.dtype == torch.float64
     kept = longer.replace(kept_ids=[[10], [11, 5]])
-    only, rows = sampling_mask([kept], trained_only=True), sampling_mask([kept])
-    assert only is not None and only.token_ids.tolist() == [11, 5]
+    rows = sampling_mask([kept])
     assert rows is not None and rows.offsets.tolist() == [0, 1, 3, 3]
     with pytest.raises(mp.InvalidLogProbError, match="2 tokens were sampled, 3 are trained on"):
         pack([longer.replace(trained_mask=[0, 1, 1])])
@@ -220,7 +218,7 @@ def test_replaying_the_kept_ids_takes_the_bias_away() -> None:
         packed = pack([drawn])
     torch.testing.assert_close(packed.rollout_log_probs, train, rtol=0, atol=1e-6)
     with pytest.warns(mp.MismatchWarning, match="top_k=3 without the sampling mask"):
-        packed = pack([drawn], which="full")
+        packed = pack([drawn.replace(kept_ids=None, behaviour_log_probs=None)])
     assert packed.rollout_log_probs is not None and bool((packed.rollout_log_probs < train - 0.01).all())
     with pytest.warns(mp.MismatchWarning, match="top_k 3 without a sampling mask.*rollout_is_ratio_mean shows it"):
         pack([drawn.replace(kept_ids=None)])  # log-probs over kept ids that the trainer is not told
@@ -229,10 +227,10 @@ def test_replaying_the_kept_ids_takes_the_bias_away() -> None:
 def test_the_mask_follows_the_rows_that_train() -> None:
     _, drawn = filtered()
     second = sampled([-1.0, -1.0], loss_mask=[0, 1])
-    mask, only = sampling_mask([drawn, second]), sampling_mask([drawn, second], trained_only=True)
+    mask = sampling_mask([drawn, second])
     assert mask is not None and mask.offsets.tolist() == [0, 3, 6, 9, 9, 9]
     assert drawn.kept_ids is not None and mask.token_ids.tolist() == [i for row in drawn.kept_ids for i in row]
-    assert only is not None and only.offsets.tolist() == [0, 3, 6, 9, 9] and sampling_mask([second]) is None
+    assert sampling_mask([second]) is None
     with pytest.raises(ValueError, match="sample 1 was sampled with filters"):
         sampling_mask([drawn, sampled([-1.0], sampling={"top_k": 3})])
     lost = [*drawn.kept_ids[:2], [int(drawn.response_ids[2]) + 1]]
@@ -246,9 +244,3 @@ def test_mixtures_of_log_probs_are_refused() -> None:
     drawn, plain = filtered()[1], sampled([-1.0])
     with pytest.raises(ValueError, match="some samples have behaviour_log_probs"):
         pack([drawn, plain])
-    with pytest.raises(ValueError, match="sample 1 has no behaviour_log_probs"):
-        pack([drawn, plain], which="behaviour")
-    with pytest.raises(ValueError, match="which='best' is unknown"):
-        pack([plain], which="best")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="takes a list of samples, not a Dump: give the samples of a dump"):
-        pack(Dump([plain]))  # pyright: ignore[reportArgumentType]

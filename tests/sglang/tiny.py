@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import httpx
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ci.sglang_cpu.tiny_model import tiny_model
@@ -104,6 +107,38 @@ def session(server: CpuServer, *ranks: State, **options: Any) -> None:
     for path, told in (("begin", {}), ("update_weights_from_tensor", {**body, **options}), ("end", {})):
         path = path if told else f"{path}_weight_update"
         assert order(server, path, told)["success"] is True
+
+
+GROUP = {"group_name": "weight_update_group"}
+
+
+def join(server: CpuServer, port: int) -> dist.ProcessGroup:
+    """A process group of this process (rank 0) and the server's worker, next to the default one, as slime makes it."""
+    host: dict[str, Any] = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(order, server, "init_weights_update_group", {**host, "backend": "gloo", **GROUP})
+        c10d: Any = dist.distributed_c10d
+        wait = timedelta(seconds=60)
+        store, *_ = next(c10d.rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, timeout=wait))
+        prefixed = c10d.PrefixStore(GROUP["group_name"], store)
+        group, _ = c10d._new_process_group_helper(2, 0, [], c10d.Backend("gloo"), prefixed, timeout=wait, **GROUP)
+        c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+        assert joined.result()["success"] is True
+    return group
+
+
+def broadcast(server: CpuServer, group: dist.ProcessGroup, state: State, version: str) -> None:
+    """An update over the group, as slime sends one."""
+    kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in state.values()]
+    shapes = [list(tensor.shape) for tensor in state.values()]
+    body = {"names": [*state], "dtypes": kinds, "shapes": shapes, "weight_version": version, "flush_cache": True}
+    order(server, "begin_weight_update", {})
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(order, server, "update_weights_from_distributed", {**body, **GROUP})
+        for tensor in state.values():
+            dist.broadcast(tensor.contiguous(), src=0, group=group)
+        assert told.result()["success"] is True
+    order(server, "end_weight_update", {})
 
 
 def post(server: CpuServer, **body: Any) -> dict[str, Any]:

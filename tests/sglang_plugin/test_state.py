@@ -20,6 +20,7 @@ from mismatch_plugin.sglang.plugin import state as state_module
 from mismatch_plugin.sglang.plugin import weights as weights_module
 from mismatch_plugin.sglang.plugin.state import ServerState
 from mismatch_plugin.sglang.plugin.weights import LoadedWeights, all_ready
+from tests.calls import calls
 from tests.distributed.alone import process_group_of_one
 from tests.distributed.launch import launch
 
@@ -434,6 +435,21 @@ def test_a_request_that_an_update_in_place_meets_keeps_its_keys_and_values(serve
     assert server.prefill([7, 8, 9], 2)[1] == [(None, 2, 2)]
     server.update(3, "again")  # the same weights
     assert server.kv(req) == [(first, 6, 0), (None, 1, 0)]
+
+
+def test_the_work_for_a_batch_and_a_reply_does_not_grow(server: Server) -> None:
+    """Its share of a real server's CPU is in docs/sglang_plugin.md (`examples.benchmarks.server_cost`)."""
+    server.update(1, "v1")
+    batch = SimpleNamespace(sampling_info=None, reqs=[Request()] * 64, out_cache_loc=None)
+    off = {**state_module._PENALTIES, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+
+    def reply(tokens: int) -> int:
+        req: Any = Request()
+        req.rid, req.sampling_params, req.output_ids = "r", SimpleNamespace(**off), [1] * tokens
+        return calls(lambda: server.state.reply(req))
+
+    assert calls(lambda: server.state.before_batch(batch)) <= 6
+    assert reply(8) == reply(4000) <= 45
 
 
 def test_an_exception_in_the_end_leaves_no_rank_behind(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

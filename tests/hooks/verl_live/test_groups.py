@@ -132,9 +132,10 @@ def test_dumps_that_verl_writes_are_read(tmp_path: Path) -> None:
         **{name: made[name] for name in ("rollout_log_probs", "old_log_probs", "advantages", "response_mask")},
     }
     data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(UIDS, dtype=object)})
-    torch.save(data.batch, tmp_path / "tensordict.pt")
-    torch.save(data, tmp_path / "proto.pt")
-    for name, uids in (("tensordict", [None] * ROWS), ("proto", UIDS)):
+    columns = dict(data.batch.items())
+    torch.save(columns, tmp_path / "tensors.pt")
+    torch.save({**columns, "uid": data.non_tensor_batch["uid"]}, tmp_path / "groups.pt")
+    for name, uids in (("tensors", [None] * ROWS), ("groups", UIDS)):
         dump = read(tmp_path / f"{name}.pt")
         assert dump.format == "verl" and dump.has_training
         assert [sample.group for sample in dump.samples] == uids
@@ -142,6 +143,9 @@ def test_dumps_that_verl_writes_are_read(tmp_path: Path) -> None:
             length = int(tail[at].sum())
             assert sample.rollout_log_probs.tolist() == made["rollout_log_probs"][at, :length].tolist()
             assert sample.loss_mask.tolist() == MASK[at, :length].bool().tolist()
+    torch.save(data, tmp_path / "proto.pt")
+    with pytest.raises(ValueError, match=r"code, not data.*dict\(data.batch.items\(\)\)"):
+        read(tmp_path / "proto.pt")
     data.save_to_disk(tmp_path / "proto.pkl")
     with pytest.raises(ValueError, match="is a pickle, which may run code"):
         read(tmp_path / "proto.pkl")
