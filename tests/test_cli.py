@@ -40,7 +40,6 @@ def test_version_and_help_import_nothing_heavy_and_name_the_commands():
     [
         ("explain --mode chop", "--mode is no flag"),
         ("presets no_such_preset", "no_such_preset"),
-        ("bench --quick --device cpu", "make bench"),  # until 0.1 a command of the package
     ],
 )
 def test_what_is_unknown_is_refused(line: str, said: str):

@@ -82,7 +82,8 @@ REFUSED: dict[str, str] = {
     # What is meant may be the host's.
     "--tis_clip=3": "--tis_clip is unknown: did you mean --tis-clip?",
     "--tis-clp 3": "--tis-clp is unknown: did you mean --tis-clip?",
-    **{f"--use-tis --use-rs {flag} nan": f"{flag} is nan: it should be" for flag in (*_NUMBERS, "--rs-upper-bound")},
+    **{f"--use-tis --use-rs {flag} nan": f"{flag} is nan: it should be" for flag in _NUMBERS},
+    "--use-tis --use-rs --rs-upper-bound nan": "upper_bound is nan: it should be",
 }
 
 
