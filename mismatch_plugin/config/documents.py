@@ -1,11 +1,9 @@
-"""Configuration files, YAML or JSON, as nested dicts: no key twice, and the decimal numbers of YAML 1.2."""
+"""Configuration files, YAML (and so JSON), as nested dicts: no key twice, and the decimal numbers of YAML 1.2."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +21,26 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        _validate_unique_keys(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if twice := [name for name, count in keys.items() if count > 1]:  # the last would win in silence
+            raise yaml.YAMLError(f"{twice[0]!r} is there twice: keep one of them, with all of its settings")
         return super().construct_mapping(node, deep)
 
 
-# YAML 1.1 reads 1:30 as 90 and 010 as 8.
+# YAML 1.1 reads 1:30 as 90 and 010 as 8, and JSON's Infinity as a word.
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, form) for tag, form in forms if tag not in (_INT, _FLOAT)]
     for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?\d+$", re.ASCII), list("-+0123456789"))
-_NUMBER = re.compile(r"([-+]?(\.\d+|\d+(\.\d*)?)(e[-+]?\d+)?|[-+]?\.inf|\.nan)$", re.ASCII | re.IGNORECASE)
-_Loader.add_implicit_resolver(_FLOAT, _NUMBER, list("-+.0123456789"))
+_NUMBER = re.compile(r"([-+]?(\.\d+|\d+(\.\d*)?)(e[-+]?\d+)?|[-+]?(\.inf|infinity)|\.?nan)$", re.ASCII | re.IGNORECASE)
+_Loader.add_implicit_resolver(_FLOAT, _NUMBER, list("-+.0123456789iInN"))
 _Loader.add_constructor(_INT, lambda _, node: int(node.value))
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:
-    """What a YAML file holds, or a JSON file (suffix .json); {} for an empty one.
+    """What a YAML or JSON file holds; {} for an empty one.
 
     Raises ValueError for a file that cannot be read, is above 1 MiB, or holds no mapping.
     """
@@ -48,8 +48,7 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     if not path.exists():
         raise ValueError(f"configuration file {path} does not exist: check the path given.")
     try:
-        text = read_text(path, MIB)
-        data = json.loads(text, object_pairs_hook=_unique) if path.suffix == ".json" else parse_yaml(text)
+        data = parse_yaml(read_text(path, MIB))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"configuration file {path} cannot be read as YAML or JSON: {error}.") from error
     if data is not None and not isinstance(data, dict):
@@ -63,15 +62,3 @@ def parse_yaml(text: str) -> Any:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    _validate_unique_keys(key for key, _ in pairs)
-    return dict(pairs)
-
-
-def _validate_unique_keys(keys: Iterable[str]) -> None:
-    """The last of two equal keys would win in silence."""
-    for name, count in Counter(keys).items():
-        if count > 1:
-            raise ValueError(f"{name[:80]!r} is there twice: keep one of them, with all of its settings.")
