@@ -15,6 +15,7 @@ import mismatch_plugin as mp
 from mismatch_plugin.compat import from_slime as slime
 from mismatch_plugin.compat import from_verl as verl
 from mismatch_plugin.config.compat.nemo_rl import nemo_rl_settings
+from mismatch_plugin.config.compat.slime import with_opsm
 from tests.config.reading import criteria, noted
 
 Read = Callable[[Any], mp.MismatchConfig]
@@ -261,3 +262,15 @@ REFUSED: list[tuple[Read, str, str]] = [
 def test_a_host_s_mistakes_are_refused(read: Read, settings: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         made(read, settings)
+
+
+def test_slime_s_sequence_masking_is_a_criterion_beside_the_others() -> None:
+    assert (
+        mp.MismatchConfig.build(with_opsm({"use_rollout_log_probs": False}, 0.1)).rs == mp.preset("opsm", delta=0.1).rs
+    )
+    others: dict[str, Any] = {"use_rollout_log_probs": True, "rs": {"criteria": ["token:k2:1"]}}
+    assert [each.name for each in mp.MismatchConfig.build(with_opsm(others, 0.1)).criteria] == [
+        "token_k2", "sequence_mean_ratio_negative"
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="give --rs-policy current"):
+        with_opsm({**others, "use_rollout_log_probs": False}, 0.1)
