@@ -26,7 +26,7 @@ from mismatch_plugin.report.table import NOTHING, Table
 
 
 def config_table() -> Table:
-    """Every setting: its field, flag, default, unit, the peers' names for it, what it means, where it comes from.
+    """Every setting: its field, flag, default, unit, what it means, the peers' names for it.
 
     Flags that stand for no single field (`--mismatch-preset`, `--rs-level`, …) follow at the end.
     """
@@ -35,10 +35,8 @@ def config_table() -> Table:
     for action in _actions():
         if action.help != argparse.SUPPRESS and described.isdisjoint(action.option_strings):
             choices = ", ".join(action.choices or ())
-            rows.append(
-                (NOTHING, ", ".join(action.option_strings), choices or NOTHING, "", action.help or "", "", "", "")
-            )
-    headers = ("field", "flag", "default (other values)", "unit", "meaning", "slime", "verl", "source")
+            rows.append((NOTHING, ", ".join(action.option_strings), choices or NOTHING, "", action.help or "", "", ""))
+    headers = ("field", "flag", "default (other values)", "unit", "meaning", "slime", "verl")
     return Table("Settings", headers, tuple(rows), code=frozenset({"field", "flag", "slime", "verl"}))
 
 
@@ -243,7 +241,7 @@ def _setting(field: FieldInfo) -> tuple[str, ...]:
     flags = ", ".join((meta["flag"], *meta["aliases"])) if meta.get("flag") else NOTHING
     others = [show(value) for value in get_args(field.annotation) if isinstance(value, str) and value != field.default]
     default = show(field.default) + (f" ({', '.join(others)})" if others else "")
-    return (field.path, flags, default, meta["unit"], field.description, meta["slime"], meta["verl"], meta["source"])
+    return (field.path, flags, default, meta["unit"], field.description, meta["slime"], meta["verl"])
 
 
 def _actions() -> list[argparse.Action]:

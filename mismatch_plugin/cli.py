@@ -118,13 +118,6 @@ app.command()(certify)
 app.add_typer(patching, name="patch")
 
 
-@app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-def bench() -> None:
-    """Say where the benchmark is: in the repository, not in the package."""
-    typer.echo("The benchmark is in the repository: `make bench`, or `python -m examples.benchmarks.bench`.")
-    raise typer.Exit(2)
-
-
 def main() -> None:
     """Entry point of the console script: the exit statuses of --help, and one sentence where a command did not end."""
     try:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, model_validator
 
-from mismatch_plugin.config.fields import Frozen, Section, described
+from mismatch_plugin.config.fields import Section, described
 from mismatch_plugin.config.units import UNITS, Aggregate, Unit, aggregate_name
-from mismatch_plugin.config.values import number, parse_int, unknown
+from mismatch_plugin.config.values import unknown
 
 Statistic = Literal["ratio", "k1", "k2", "k3", "tv", "binary_kl", "binary_kl_reverse"]
 Condition = Literal["any", "negative", "away"]
@@ -40,14 +40,12 @@ class Criterion(Section):
 
     statistic: Statistic = "ratio"
     aggregate: Annotated[Aggregate, BeforeValidator(aggregate_name)] = described(
-        "token", "what is judged as one: a level's word is taken for its unit, too", flag="--rs-level"
+        "token", "what is judged as one: a level's word is taken for its unit, too"
     )
     lower_bound: float | None = described(
-        None, "lower bound; for ratio and k1 1/upper if absent, 0 turns it off", flag="--rs-lower-bound", ge=0.0
+        None, "lower bound; for ratio and k1 1/upper if absent, 0 turns it off", ge=0.0
     )
-    upper_bound: float | None = described(
-        None, "upper bound; for ratio and k1 the TIS upper bound if absent", flag="--rs-upper-bound", gt=0.0
-    )
+    upper_bound: float | None = described(None, "upper bound; for ratio and k1 the TIS upper bound if absent", gt=0.0)
 
     condition: Condition = "any"
     share: float | None = described(None, "of all units, at most so many are rejected", gt=0.0, lt=1.0)
@@ -106,17 +104,12 @@ class Criterion(Section):
 
     def resolved(self, inherited_upper: float | None) -> Criterion:
         """This criterion with absent bounds filled in. Raises ValueError where there is nothing to inherit."""
-        upper = self.upper_bound
+        lower, upper = self.lower_bound, self.upper_bound
         if upper is None:
-            if not self.in_log_space:
-                raise ValueError(f"rs criterion {self.name} has no upper bound: give one ({_SPEC}).")
-            if inherited_upper is None:
-                raise ValueError(
-                    f"rs criterion {self.name} has no upper bound and there is no TIS bound to inherit: give it one "
-                    f"({_SPEC}; or --rs-upper-bound), or switch use_tis on."
-                )
-            upper = inherited_upper
-        lower = self.lower_bound
+            upper = inherited_upper if self.in_log_space else None
+        if upper is None:
+            inherits = " and there is no TIS bound to inherit" if self.in_log_space else ""
+            raise ValueError(f"rs criterion {self.name} has no upper bound{inherits}: give it one ({_SPEC}).")
         if lower is None and self.in_log_space:
             if upper < 1.0:
                 raise ValueError(
@@ -159,31 +152,20 @@ def parse_criterion(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     spec, at, condition = value.partition("@")
-    parts = spec.split(":")
-    budgets = [parts.pop().partition("=")[::2] for part in parts[2:] if "=" in part]
-    if len(parts) not in (2, 3, 4):
+    aggregate, *rest = spec.split(":")
+    budgets = dict(part.split("=", 1) for part in rest if "=" in part)
+    statistic, *limits = [part for part in rest if "=" not in part] or [""]
+    if not statistic or len(limits) > 2:
         raise ValueError(f"rs criterion {value!r} cannot be read: write {_SPEC}.")
-    fields: dict[str, Any] = {"aggregate": aggregate_name(parts[0]), "statistic": parts[1]}
-    for name, kinds in (("aggregate", get_args(Aggregate)), ("statistic", get_args(Statistic))):
-        if fields[name] not in kinds:
-            raise unknown(f"the {name} of rs criterion {value!r},", fields[name], kinds)
-    if at:
-        if condition not in get_args(Condition):
-            raise unknown(f"the condition of rs criterion {value!r},", condition, get_args(Condition))
-        fields["condition"] = condition
-    for name, limit in budgets:
+    for name in budgets:
         if name not in BUDGETS:
             raise unknown(f"the budget of rs criterion {value!r},", name, BUDGETS)
-        fields[name] = number(limit, f"the {name} of rs criterion {value!r}")
-        if name == "share" and not 0 < fields[name] < 1:
-            raise ValueError(
-                f"the share of rs criterion {value!r} is {limit}: give one between 0 and 1 (0.25 for 25 %)."
-            )
-    limits = [number(limit, f"a bound of rs criterion {value!r}") for limit in parts[2:]]
-    return fields | dict(zip(("upper_bound", "lower_bound"), reversed(limits), strict=False))
+    bounds = dict(zip(("upper_bound", "lower_bound"), reversed(limits), strict=False))
+    fields = {"aggregate": aggregate, "statistic": statistic, **bounds, **budgets}
+    return fields | ({"condition": condition} if at else {})
 
 
-class Rejection(Frozen):
+class Rejection(Section):
     """Which tokens and sequences leave the loss. Criteria are ANDed, each judged on the original `loss_mask`."""
 
     criteria: tuple[Annotated[Criterion, BeforeValidator(parse_criterion)], ...] = described(
@@ -194,8 +176,6 @@ class Rejection(Frozen):
         flag="--rs-criterion",
         slime="use_rs, rs_level, rs_lower_bound, rs_upper_bound",
         verl="rollout_rs, rollout_rs_threshold",
-        source="Liu & Li 2025; arXiv 2512.23075 (sequence_max); KPop 2026 (binary_kl); arXiv 2602.04879 (away); "
-        "DeepSeek-V3.2, arXiv 2512.02556 (negative); arXiv 2510.01161 (M2PO: mean)",
     )
     veto_threshold: float | None = described(
         None,
@@ -203,7 +183,6 @@ class Rejection(Frozen):
         unit="ratio",
         slime="rs_veto_threshold",
         verl="rollout_token_veto_threshold",
-        source="rollout-correction guide, 3.5",
         gt=0.0,
         lt=1.0,
     )
@@ -216,7 +195,6 @@ class Rejection(Frozen):
         "keep",
         "a rejected response in its group's advantages: keep = it counts in mean and deviation, exclude = only "
         "accepted ones count, drop = and groups with fewer than min_group accepted ones have no gradient",
-        source="Shao et al. 2024 (GRPO); NeMo-RL's baseline over valid responses",
     )
     min_group: int | None = described(
         None, "accepted responses that a group needs under rs.group drop", unit="responses", ge=2
@@ -232,8 +210,3 @@ class Rejection(Frozen):
     def least_accepted(self) -> int:
         """Accepted responses that a group needs for a gradient."""
         return self.min_group or 1
-
-    @field_validator("min_group", "max_staleness", mode="before")
-    @classmethod
-    def _whole(cls, value: Any, info: ValidationInfo) -> Any:
-        return None if value is None else parse_int(value, f"rs.{info.field_name}")

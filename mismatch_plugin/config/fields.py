@@ -9,10 +9,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from mismatch_plugin.config.values import MAX_SHOWN, number, short_repr, unknown
-
-MAX_FAULTS = 10
-"""Sentences of one error: a file that is no configuration has thousands of faults."""
+from mismatch_plugin.config.values import number, short_repr, unknown
 
 
 @dataclass(frozen=True)
@@ -35,12 +32,11 @@ def described(
     unit: str = "",
     slime: str = "",
     verl: str = "",
-    source: str = "",
     **constraints: Any,
 ) -> Any:
     """A pydantic field with the metadata that flags and documentation are generated from. flag: where it is not
     --tis-NAME, --rs-NAME or --mismatch-NAME, by its section."""
-    meta: Any = {"flag": flag, "aliases": aliases, "unit": unit, "slime": slime, "verl": verl, "source": source}
+    meta: Any = {"flag": flag, "aliases": aliases, "unit": unit, "slime": slime, "verl": verl}
     return Field(default, description=description, json_schema_extra={"mismatch": meta}, **constraints)
 
 
@@ -77,32 +73,20 @@ def value_and_default(config: BaseModel, path: str) -> tuple[Any, Any]:
     return getattr(part, name), getattr(config, "own_defaults", {}).get(path, default)
 
 
-class Frozen(BaseModel):
-    """What cannot be changed, and has no other fields than its own."""
+class Section(BaseModel):
+    """Settings that cannot be changed. Numbers are read by `number`: pydantic would take "1_2" for 12, true for 1."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-
-class Section(Frozen):
-    """Fields whose numbers are read by `number`: pydantic would take "1_2" for 12 and a switch for 1.0."""
-
     @field_validator("*", mode="before")
     @classmethod
-    def _spelled_number(cls, value: Any, info: ValidationInfo) -> Any:
+    def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
         annotation = cls.model_fields[str(info.field_name)].annotation
-        if float in (annotation, *get_args(annotation)) and isinstance(value, (str, bool)):
+        kinds = (annotation, *get_args(annotation))
+        if (float in kinds and isinstance(value, (str, bool))) or (int in kinds and isinstance(value, bool)):
             return number(value, str(info.field_name))
-        return value
-
-
-def spell(template: str, info: ValidationInfo, *about: str) -> str:
-    """`template` with every `<dotted.path>` spelled as that setting's flag if one of `about` was typed as a flag.
-
-    The validation context says so: `typed` holds the paths given as flags, `flags` every path's flag.
-    """
-    context = info.context or {}
-    flags = context["flags"] if any(path in context.get("typed", ()) for path in about) else {}
-    return re.sub(r"<([a-z_.]+)>", lambda match: flags.get(match[1], match[1]), template)
+        # YAML 1.1 reads a bare off as false.
+        return "off" if value is False and "off" in kinds else value
 
 
 def plain_error(error: ValidationError, model: type[BaseModel], typed: Collection[str] = ()) -> ValueError:
@@ -110,8 +94,7 @@ def plain_error(error: ValidationError, model: type[BaseModel], typed: Collectio
     known = [leaf.path for leaf in leaf_fields(model)]
     flags = {path: flag for path, flag in flag_names(model).items() if path in typed}
     sentences: list[str] = []
-    faults = error.errors(include_url=False)
-    for fault in faults[:MAX_FAULTS]:
+    for fault in error.errors(include_url=False):
         path = ".".join(str(part) for part in fault["loc"])
         parent, _, name = path.rpartition(".")
         if fault["type"] == "value_error":
@@ -122,11 +105,8 @@ def plain_error(error: ValidationError, model: type[BaseModel], typed: Collectio
             fix = re.sub("^Input ", "it ", fault["msg"].rstrip("."))
             sentences.append(f"{spelled} is {short_repr(fault['input'])}: {fix}.")
         elif path in known:  # one key with a dot in it
-            value = str(fault["input"])[:MAX_SHOWN]
-            sentences.append(f"setting {path} is one key: nest it, {parent}: {{{name}: {value}}}.")
+            sentences.append(f"setting {path} is one key: nest it, {parent}: {{{name}: …}}.")
         else:
             siblings = [name for name in known if name.startswith(f"{parent}." if parent else "")]
             sentences.append(str(unknown("setting", path, siblings)))
-    if len(faults) > MAX_FAULTS:
-        sentences.append(f"There are {len(faults) - MAX_FAULTS} more faults like these.")
     return ValueError(" ".join(sentences))

@@ -6,13 +6,10 @@ from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import ValidationError
-
-from mismatch_plugin.config.criteria import Criterion
-from mismatch_plugin.config.fields import FieldInfo, leaf_fields, plain_error
+from mismatch_plugin.config.fields import FieldInfo, leaf_fields
 from mismatch_plugin.config.settings import Settings
 from mismatch_plugin.config.units import RS_LEVELS
-from mismatch_plugin.config.values import number, parse_int
+from mismatch_plugin.config.values import merge, nested, number
 
 _CRITERIA = "rs.criteria"
 _USE_RS = "--use-rs"
@@ -89,38 +86,26 @@ def given_flags(namespace: Namespace) -> dict[str, Any]:
     """What a person typed, as nested settings, and under "preset" and "config" the names of a preset and a file.
 
     A switch that is False counts as not given: it may be a host's own `store_true`.
-    Raises: ValueError where a bound or level of rejection was given without --use-rs, or is none.
+    Raises: ValueError where a bound or level of rejection was given without --use-rs.
     """
+    values = vars(namespace)
     given: dict[str, Any] = {}
     for leaf in leaf_fields(Settings):
-        value = _read(namespace, _spellings(leaf), off=None if leaf.annotation is bool else False)
+        value = _read(values, _spellings(leaf), off=None if leaf.annotation is bool else False)
         if isinstance(value, str) and leaf.path == _CRITERIA:  # one criterion as a plain string, in a host's YAML
             value = [value]
         if value is not None:
-            _put(given, leaf.path, value)
-    criterion = _ratio_criterion(namespace)
-    if criterion is not None:
-        _put(given, _CRITERIA, [*given.get("rs", {}).get("criteria", ()), criterion])
-    named = {name: _read(namespace, [f"--mismatch-{name}"]) for name in ("preset", "config")}
+            given = merge(given, nested(leaf.path, value))
+    rejection = {"aggregate": "--rs-level", "lower_bound": "--rs-lower-bound", "upper_bound": "--rs-upper-bound"}
+    criterion = {name: value for name, flag in rejection.items() if (value := _read(values, [flag])) is not None}
+    if _read(values, [_USE_RS]):
+        criteria = [*given.get("rs", {}).get("criteria", ()), {"aggregate": "token", **criterion}]
+        given = merge(given, {"rs": {"criteria": criteria}})
+    elif criterion:
+        typed = ", ".join(f"{rejection[name]} {value}" for name, value in criterion.items())
+        raise ValueError(f"{typed} rejects nothing without {_USE_RS}: add {_USE_RS}, or leave it out.")
+    named = {name: _read(values, [f"--mismatch-{name}"]) for name in ("preset", "config")}
     return given | {name: value for name, value in named.items() if value is not None}
-
-
-def _ratio_criterion(namespace: Namespace) -> dict[str, Any] | None:
-    """The criterion that --use-rs, --rs-level and the two bounds spell, None without them."""
-    names = {"aggregate": "--rs-level", "lower_bound": "--rs-lower-bound", "upper_bound": "--rs-upper-bound"}
-    given = {name: value for name, flag in names.items() if (value := _read(namespace, [flag])) is not None}
-    if not _read(namespace, [_USE_RS]):
-        for name, value in given.items():
-            raise ValueError(
-                f"{names[name]} {value} rejects nothing without {_USE_RS}: add {_USE_RS}, or leave it out."
-            )
-        return None
-    criterion = {"aggregate": "token"} | given
-    try:
-        Criterion.model_validate(criterion)
-    except ValidationError as error:
-        raise plain_error(error, Criterion, criterion) from None
-    return criterion
 
 
 def _all_flags() -> list[tuple[list[str], dict[str, Any]]]:
@@ -161,7 +146,7 @@ def _options(leaf: FieldInfo) -> dict[str, Any]:
     if leaf.annotation is bool:
         return options | {"action": "store_true"}
     if int in (leaf.annotation, *get_args(leaf.annotation)):
-        return options | {"type": parse_int, "metavar": unit.upper()}
+        return options | {"type": int, "metavar": unit.upper()}
     if float in (leaf.annotation, *get_args(leaf.annotation)):
         return options | {"type": number, "metavar": unit.upper() if unit.isalpha() else "NUMBER"}
     if get_origin(leaf.annotation) is Literal:
@@ -169,21 +154,11 @@ def _options(leaf: FieldInfo) -> dict[str, Any]:
     return options | {"metavar": "PATH"}
 
 
-def _read(namespace: Namespace, spellings: list[str], off: bool | None = None) -> Any:
+def _read(values: Mapping[str, Any], spellings: list[str], off: bool | None = None) -> Any:
     """The value under any destination of the spellings; None where there is none or an empty list.
 
     off: what False is read as: not given (None) for a switch, itself elsewhere, since YAML reads a bare off as false.
     """
-    for dest in _dests(spellings):
-        value = getattr(namespace, dest, None)
-        value = off if value is False else value
-        if value is not None and value != []:
-            return value
-    return None
-
-
-def _put(nested: dict[str, Any], path: str, value: Any) -> None:
-    *parents, name = path.split(".")
-    for parent in parents:
-        nested = nested.setdefault(parent, {})
-    nested[name] = value
+    found = (values.get(dest) for dest in _dests(spellings))
+    read = (off if value is False else value for value in found)
+    return next((value for value in read if value is not None and value != []), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,14 +12,14 @@ from typing import Any
 
 from pydantic import BaseModel, PrivateAttr, ValidationError, ValidationInfo, model_validator
 
-from mismatch_plugin.config.documents import read_file
-from mismatch_plugin.config.fields import flag_names, plain_error, spell
+from mismatch_plugin.config.documents import read_mapping
+from mismatch_plugin.config.fields import flag_names, leaf_fields, plain_error
 from mismatch_plugin.config.flags import add_arguments, given_flags
 from mismatch_plugin.config.presets import find_preset
-from mismatch_plugin.config.rules import contradictions, notes_on
+from mismatch_plugin.config.rules import notes_on
 from mismatch_plugin.config.sections import GAMMA_WORDS
 from mismatch_plugin.config.settings import ALGORITHM_NAMES, Settings
-from mismatch_plugin.config.values import MismatchWarning, dotted_fields_set, merge, short_repr
+from mismatch_plugin.config.values import MismatchWarning, dotted_fields_set, merge
 
 
 class _Once(Namespace):
@@ -58,23 +58,19 @@ class MismatchConfig(Settings):
     @classmethod
     def _nested(cls, data: Any, info: ValidationInfo) -> Any:
         """`tis_level="token"` is a setting of a section: say how it is written. (`build` has a sentence of its own.)"""
-        for name, value in data.items() if isinstance(data, Mapping) and info.context is None else ():
-            section, _, rest = str(name).partition("_")
-            model = cls.model_fields[section].annotation if section in cls.model_fields and rest else None
-            if isinstance(model, type) and issubclass(model, BaseModel) and rest in model.model_fields:
-                raise ValueError(
-                    f'setting {name} is one of a section: write {section}={{"{rest}": {short_repr(value)}}}.'
-                )
+        leaves = {leaf.path.replace(".", "_"): leaf.path for leaf in leaf_fields(cls) if "." in leaf.path}
+        for name in leaves.keys() & data if isinstance(data, Mapping) and info.context is None else ():
+            section, _, rest = leaves[name].partition(".")
+            raise ValueError(f'setting {name} is one of a section: write {section}={{"{rest}": …}}.')
         return data
 
     @model_validator(mode="after")
     def _means_something(self, info: ValidationInfo) -> MismatchConfig:
-        for path, template in contradictions(self):
-            raise ValueError(spell(template, info, path))
         names = [criterion.name for criterion in self.criteria]  # raises where a bound is missing
         if len(set(names)) < len(names):
             raise ValueError(f"rs.criteria names the same criterion twice ({', '.join(names)}): give each one once.")
-        for note in notes_on(self, info):  # raises where a setting given by hand has no effect
+        context = info.context or {}
+        for note in notes_on(self, context.get("by_hand"), context.get("typed", ())):
             warnings.warn(note, MismatchWarning, stacklevel=2)
         return self
 
@@ -89,9 +85,8 @@ class MismatchConfig(Settings):
         flags: those paths of `by_hand` that errors are to name as flags.
         Raises: ValueError, one sentence a fault.
         """
-        context = {"by_hand": by_hand, "typed": flags, "flags": flag_names(cls)}
         try:
-            config = cls.model_validate(data, context=context)
+            config = cls.model_validate(data, context={"by_hand": by_hand, "typed": flags})
         except ValidationError as error:
             raise plain_error(error, cls, flags) from None
         config._by_hand = None if by_hand is None else frozenset(by_hand)
@@ -109,9 +104,6 @@ class MismatchConfig(Settings):
         base = self.model_dump(exclude_unset=True)
         for name, value in changes.items():
             if isinstance(value, BaseModel):
-                if name in type(self).model_fields and not isinstance(value, type(getattr(self, name))):
-                    wanted = type(getattr(self, name)).__name__
-                    raise ValueError(f"{name} is a {type(value).__name__}: give {wanted}, or a dict of settings.")
                 base.pop(name, None)
                 changes[name] = value.model_dump(exclude_unset=True)
         by_hand = None if self._by_hand is None else self._by_hand | dotted_fields_set(changes)
@@ -119,62 +111,66 @@ class MismatchConfig(Settings):
 
     def describe(self) -> str:
         """The block that is shown at the start of a run: algorithm, weights, rejection, denominator."""
-        tis, lines = self.tis, [f"algorithm {self.algorithm}: {ALGORITHM_NAMES[self.algorithm]}"]
-        if self.weighted:
-            pairs = [(tis.lower, tis.upper), *([tis.positive] if tis.differs_by_sign else [])]
-            said = [f"[{low:g}, {high:g}]" if tis.mode != "truncate" else f"at most {high:g}" for low, high in pairs]
-            bounds = ", where A ≥ 0 ".join(said)
-            if tis.mode == "gamma":
-                bounds = f"ρ^k e^(λ(1 − ρ)) with (k, λ) = {GAMMA_WORDS}"
-            bounds += f" to the power n^{tis.bound_growth:g}, n = tokens of the product" if tis.bound_growth else ""
-            scope = f", normalised over {tis.batch_normalize_scope}" if tis.batch_normalize else ""
-            tried = " (dry run: computed, not applied)" if self.dry_run else ""
-            lines.append(f"weights: {tis.level} level, {tis.mode}, {bounds}{scope}{tried}")
-        else:
-            lines.append("weights: none")
-        rejections = [
-            f"{c.name} in [{c.lower_bound or 0:g}, {c.upper_bound:g}]"
-            + f" (a budget: from the second step on the bound rises for {c.budget})" * bool(c.budget)
-            for c in self.criteria
-        ]
-        if self.rs.veto_threshold is not None:
-            rejections.append(f"veto below {self.rs.veto_threshold:g}")
-        if self.rejects_on_current_policy:
-            rejections.append("judged by π_θ")
-        if self.rs.max_staleness is not None:
-            rejections.append(f"tokens of more than {self.rs.max_staleness} weight versions before")
-        lines.append(
-            f"rejection: {', '.join(rejections) or 'none'}{' (dry run: none applied)' if self.dry_run else ''}"
-        )
+        rs, terms, tried = self.rs, self.terms, " (dry run: computed, not applied)"
+        lines = [f"algorithm {self.algorithm}: {ALGORITHM_NAMES[self.algorithm]}"]
+        lines.append(f"weights: {self._weights()}{tried * (self.weighted and self.dry_run)}")
+        lines.append(f"rejection: {self._rejection()}{' (dry run: none applied)' * self.dry_run}")
         if self.three_policies:
             lines.append("policies: three, for rejection compares π_old with π_rollout; no weight multiplies the loss")
-        if self.rs.group != "keep":
-            fewer = f", groups of fewer than {self.rs.min_group} have no gradient" if self.rs.group == "drop" else ""
+        if rs.group != "keep":
+            fewer = f", groups of fewer than {rs.min_group} have no gradient" * (rs.group == "drop")
             lines.append(f"advantages: of a group's accepted responses only{fewer}")
         if self.algorithm != 3:
             clip = f", ratio in [{self.ratio_bounds[0]:g}, {self.ratio_bounds[1]:g}]" if self.ratio_bounds else ""
             lines.append(f"objective: {self.objective}{clip}")
         lines.append(f"loss: {self.aggregation}, denominator {self.denominator}")
-        if self.terms.rollout_kl_coef:
-            kind, on = self.terms.rollout_kl_type, self.terms.rollout_kl_on
-            lines.append(f"penalty: {self.terms.rollout_kl_coef:g} · {kind} to π_rollout, on {on} tokens")
-        invalid = self.rollout_log_prob_policy
-        if self.excludes_invalid:
-            invalid = "counted and left out of the metrics (nothing else reads them)"
+        if terms.rollout_kl_coef:
+            penalty = f"{terms.rollout_kl_coef:g} · {terms.rollout_kl_type}"
+            lines.append(f"penalty: {penalty} to π_rollout, on {terms.rollout_kl_on} tokens")
         if self.log_prob_backend != "auto":
             lines.append(f"log-probs from logits: {self.log_prob_backend}")
         if self.fused_head:
             lines.append("log-probs from hidden states: logits are never whole")
+        invalid = self.rollout_log_prob_policy
+        if self.excludes_invalid:
+            invalid = "counted and left out of the metrics (nothing else reads them)"
         report = "" if self.report_dir is None else f", written to {self.report_dir}"
         lines.append(f"invalid rollout log-probs: {invalid}; metrics: {self.metrics}{report}")
         if self.gate_kl is not None:
             lines.append(f"gate: k3_kl above {self.gate_kl:g} nats per token is an error")
         return "\n".join(lines)
 
+    def _weights(self) -> str:
+        tis = self.tis
+        if not self.weighted:
+            return "none"
+        pairs = [(tis.lower, tis.upper), *([tis.positive] if tis.differs_by_sign else [])]
+        said = [f"[{low:g}, {high:g}]" if tis.mode != "truncate" else f"at most {high:g}" for low, high in pairs]
+        bounds = ", where A ≥ 0 ".join(said)
+        if tis.mode == "gamma":
+            bounds = f"ρ^k e^(λ(1 − ρ)) with (k, λ) = {GAMMA_WORDS}"
+        if tis.bound_growth:
+            bounds += f" to the power n^{tis.bound_growth:g}, n = tokens of the product"
+        scope = f", normalised over {tis.batch_normalize_scope}" * tis.batch_normalize
+        return f"{tis.level} level, {tis.mode}, {bounds}{scope}"
+
+    def _rejection(self) -> str:
+        parts = []
+        for one in self.criteria:
+            budget = f" (a budget: from the second step on the bound rises for {one.budget})" * bool(one.budget)
+            parts.append(f"{one.name} in [{one.lower_bound or 0:g}, {one.upper_bound:g}]{budget}")
+        if self.rs.veto_threshold is not None:
+            parts.append(f"veto below {self.rs.veto_threshold:g}")
+        if self.rejects_on_current_policy:
+            parts.append("judged by π_θ")
+        if self.rs.max_staleness is not None:
+            parts.append(f"tokens of more than {self.rs.max_staleness} weight versions before")
+        return ", ".join(parts) or "none"
+
     @classmethod
     def from_file(cls, path: str | Path) -> MismatchConfig:
         """Read a YAML or JSON file with this model's fields, and optionally `preset: NAME` to start from."""
-        return cls._layered(None, read_file(path), {})
+        return cls._layered(None, read_mapping(path), {})
 
     @classmethod
     def from_args(cls, namespace: Namespace) -> MismatchConfig:
@@ -182,17 +178,12 @@ class MismatchConfig(Settings):
 
         With --mismatch-explain-only the first rank prints `describe()`, and every rank exits with status 0.
         """
-        if not hasattr(namespace, "__dict__"):  # every flag would count as not given
-            raise TypeError(
-                f"from_args takes what parse_args() returned, not a {type(namespace).__name__}: pass the Namespace "
-                f"itself."
-            )
         flags = given_flags(namespace)
         file, name = flags.pop("config", None), flags.pop("preset", None)
         for flag, value in (("--mismatch-config", file), ("--mismatch-preset", name)):
             if value == "":
                 raise ValueError(f"{flag} is empty: give it a value, or leave it out (is a shell variable unset?).")
-        config = cls._layered(name, read_file(file) if file else {}, flags)
+        config = cls._layered(name, read_mapping(file) if file else {}, flags)
         if getattr(namespace, "mismatch_explain_only", None):
             if os.environ.get("RANK", "0") == "0":  # under torchrun every rank comes here
                 print(config.describe())
@@ -208,15 +199,15 @@ class MismatchConfig(Settings):
         parser = ArgumentParser(prog=where, add_help=False, allow_abbrev=False, exit_on_error=False)
         add_arguments(parser)
         try:
-            known, unknown = parser.parse_known_args(list(words), _Once())
+            known, words_left = parser.parse_known_args(list(words), _Once())
         except (Exception, SystemExit) as error:
             raise ValueError(f"{where}: {error}.") from None
-        if unknown:
-            listed = [action for action in parser._actions if action.help != SUPPRESS]
-            options = [option for action in listed for option in action.option_strings]
-            near = get_close_matches(unknown[0], options, 1, 0.6)
-            advice = f"did you mean {near[0]}?" if near else "leave it out."
-            raise ValueError(f"{where}: {unknown[0]} is no flag of this package, {advice}")
+        if words_left:
+            near = get_close_matches(
+                words_left[0], [name for name in parser._option_string_actions if "_" not in name], 1
+            )
+            hint = f", did you mean {near[0]}?" if near else "."
+            raise ValueError(f"{where}: {words_left[0]} is no flag of this package{hint}")
         if getattr(known, "mismatch_explain_only", None):
             raise ValueError(f"{where}: --mismatch-explain-only is for a launch line, leave it out.")
         return cls.from_args(known)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any
 
-from mismatch_plugin.config.settings import Settings as Fields
 from mismatch_plugin.config.values import bounds, merge, number, unknown
 
 Settings = dict[str, Any]
@@ -33,8 +32,8 @@ class Preset:
     names: str
     """Its name, and after it the aliases, with spaces between."""
     algorithm: int
-    parts: tuple[Callable[[Parameters], Settings], ...]
-    """Each makes some of the settings from the parameters."""
+    parts: tuple[Settings | Callable[[Parameters], Settings], ...]
+    """Some of the settings each, or what makes them of the parameters."""
     parameters: Parameters
     """With their defaults."""
     summary: str
@@ -66,19 +65,16 @@ class Preset:
                 f"mismatch-plugin presets {self.name} shows it as flags."
             )
         for name in overrides:
-            if name in self.parameters or name in self.required:
-                continue
-            if name in Fields.model_fields:
+            if name not in {**self.parameters, **self.required}:
+                has = ", ".join([*self.parameters, *self.required]) or "none"
                 raise ValueError(
-                    f"{name} is a setting, no parameter of preset {self.name}. To change it: "
-                    f"preset(…).replace({name}=…)."
+                    f"{name} is no parameter of preset {self.name}, which has {has}. Settings are changed by "
+                    f"preset(…).replace(…)."
                 )
-            if not self.parameters and not self.required:
-                raise ValueError(f"preset {self.name} has no parameter {name!r}: leave it out, it takes none.")
-            raise unknown(f"parameter of preset {self.name}", name, [*self.parameters, *self.required])
         switches = {"use_rollout_log_probs": self.algorithm & 1, "use_tis": self.algorithm & 2}
-        given: Settings = {name: True for name, on in switches.items() if on}
-        return reduce(merge, (part({**self.parameters, **overrides}) for part in self.parts), given)
+        given = {**self.parameters, **overrides}
+        made = (part(given) if callable(part) else part for part in self.parts)
+        return reduce(merge, made, {name: True for name, on in switches.items() if on})
 
 
 def find_preset(name: str) -> Preset:
@@ -117,48 +113,25 @@ def _reject(aggregate: str, statistic: str, given: Parameters) -> Settings:
     return {"rs": {"criteria": (criterion,)}}
 
 
-def _one_bound(part: Callable[[Parameters], Settings], given: Parameters) -> Settings:
-    """`part` of thresholds that may not be "lower_upper" strings."""
-    names = ("threshold", "rs_threshold")
-    return part({name: number(value, name) if name.startswith(names) else value for name, value in given.items()})
-
-
-def _reject_above(given: Parameters) -> Settings:
-    return _RATIO({"rs_threshold": given["threshold"], "rs_threshold_lower": 0.0})
-
-
-def _veto(given: Parameters) -> Settings:
-    threshold = given["veto_threshold"]
-    return {} if threshold is None else {"rs": {"veto_threshold": number(threshold, "veto_threshold")}}
-
-
-def _metrics_bound(given: Parameters) -> Settings:
-    return {"tis": {"upper_bound": number(given["threshold"], "threshold")}}
-
-
-def _unweighted(_: Parameters) -> Settings:
-    return {"tis": {"level": "none"}}
-
-
 def _criteria(*specs: tuple[str, str, str], condition: str = "any") -> Callable[[Parameters], Settings]:
     """Criteria of (aggregate, statistic, the parameter that is its upper bound)."""
-
-    def made(given: Parameters) -> Settings:
-        names = ("aggregate", "statistic", "upper_bound")
-        criteria = (zip(names, (*spec[:2], number(given[spec[2]], spec[2])), strict=True) for spec in specs)
-        return {"rs": {"criteria": tuple({**dict(entry), "condition": condition} for entry in criteria)}}
-
-    return made
+    return lambda given: {
+        "rs": {
+            "criteria": tuple(
+                {"aggregate": aggregate, "statistic": statistic, "upper_bound": given[name], "condition": condition}
+                for aggregate, statistic, name in specs
+            )
+        }
+    }
 
 
 def _opsm(given: Parameters) -> Settings:
-    delta = number(given["delta"], "delta")
-    if delta < 0:
+    """mean(log μ − log p) > δ: the geometric mean of ρ below e^−δ."""
+    if (delta := number(given["delta"], "delta")) < 0:
         raise ValueError(f"delta of preset opsm is {delta:g}: it should be greater than or equal to 0.")
-    lower = math.exp(-delta)  # mean(log μ − log p) > δ: the geometric mean of ρ below e^−δ
-    criterion = {"aggregate": "sequence_mean", "statistic": "k1", "lower_bound": lower, "upper_bound": math.inf}
-    criteria = ({**criterion, "condition": "negative"},)
-    return {"rs": {"criteria": criteria, "policy": "current"}, "denominator": "original"}
+    criterion = {"aggregate": "sequence_mean", "statistic": "k1", "condition": "negative"}
+    bounds = {"lower_bound": math.exp(-delta), "upper_bound": math.inf}
+    return {"rs": {"criteria": ({**criterion, **bounds},), "policy": "current"}, "denominator": "original"}
 
 
 def _second_moment(given: Parameters) -> Settings:
@@ -167,36 +140,31 @@ def _second_moment(given: Parameters) -> Settings:
     return {"rs": {"criteria": ({"statistic": "k2", "upper_bound": half, "mean": half},)}}
 
 
-def _growing(given: Parameters) -> Settings:
-    return {"tis": {"bound_growth": number(given["bound_growth"], "bound_growth")}}
-
-
-def _original(_: Parameters) -> Settings:
-    return {"denominator": "original"}
-
-
-def _objective(name: str) -> Callable[[Parameters], Settings]:
-    """An objective as its paper has it: every response counts the same."""
-    return lambda _: {"objective": name, "aggregation": "seq-mean-token-mean"}
-
-
-def _of_sequences(**tis: Any) -> Callable[[Parameters], Settings]:
-    """Weights of whole responses."""
-    return lambda _: {"tis": {"level": "sequence", **tis}}
-
-
-_ONE = {
-    "mode": "clip",
-    "lower_bound": 0.0,
-    "upper_bound": 1.0,
-    "lower_bound_positive": 1.0,
-    "upper_bound_positive": 1.0,
-}
-_TOKEN, _SEQUENCE = partial(_weights, "token"), partial(_weights, "sequence")
+_TOKEN, _SEQUENCE, _PREFIX = (partial(_weights, level) for level in ("token", "sequence", "prefix"))
 _RATIO, _GEO = partial(_reject, "sequence_sum", "ratio"), partial(_reject, "sequence_mean", "ratio")
-_K3 = partial(_one_bound, partial(_reject, "sequence_mean", "k3"))
-_ICEPOP, _ONE_SEQUENCE = partial(_one_bound, _TOKEN), partial(_one_bound, _SEQUENCE)
-_PREFIX = partial(_one_bound, partial(_weights, "prefix"))
+_K3 = partial(_reject, "sequence_mean", "k3")
+_UNWEIGHTED: Settings = {"tis": {"level": "none"}}
+_ORIGINAL: Settings = {"denominator": "original"}
+_EACH_RESPONSE: Settings = {"aggregation": "seq-mean-token-mean"}
+_TOPR: Settings = {
+    "tis": {
+        "level": "sequence",
+        "mode": "clip",
+        "lower_bound": 0.0,
+        "upper_bound": 1.0,
+        "lower_bound_positive": 1.0,
+        "upper_bound_positive": 1.0,
+    }
+}
+
+
+def _veto(given: Parameters) -> Settings:
+    return {"rs": {"veto_threshold": given["veto_threshold"]}}
+
+
+def _reject_above(given: Parameters) -> Settings:
+    return _RATIO({"rs_threshold": given["threshold"], "rs_threshold_lower": 0.0})
+
 
 _THRESHOLD: Parameters = {"threshold": 2.0}
 _TWO_BOUNDS: Parameters = {"threshold": 5.0, "threshold_lower": 0.5}
@@ -220,25 +188,25 @@ PRESETS = (
     Preset("decoupled_seq_is_rs seq_is_rs", 2, (_SEQUENCE, _RATIO), _IS | _RS_RATIO,
         "decoupled PPO, truncated sequence weights, sequences outside the bounds rejected",
         "short responses, of which some are outliers (old data, replay buffers)"),
-    Preset("seq_mis", 2, (_ONE_SEQUENCE, _reject_above), _THRESHOLD,
+    Preset("seq_mis", 2, (_SEQUENCE, _reject_above), _THRESHOLD,
         "decoupled PPO, truncated sequence weights, sequences above the bound rejected (no lower bound)",
         "as decoupled_seq_is_rs, where sequences that the trainer finds unlikely should stay"),
     Preset("decoupled_geo_rs geo_rs", 0, (_GEO, _veto), _WITH_VETO,
         "PPO without weights, rejection by geometric mean, one-token veto",
         "nearly equal policies, and every sequence that drifts is to go"),
-    Preset("ppo_is_bypass", 1, (_metrics_bound,), _THRESHOLD,
+    Preset("ppo_is_bypass", 1, (lambda given: {"tis": {"upper_bound": given["threshold"]}},), _THRESHOLD,
         "PPO clipped against the rollout policy; the threshold sets metrics only",
         "small mismatch, and one forward pass to be saved"),
     Preset("pg_is pure_is bypass_pg_is", 3, (_SEQUENCE,), _THRESHOLD,
         "REINFORCE, sequence weights truncated above, no PPO clip",
         "one optimizer step per rollout, unbiased up to the bound (the weight is that of π_θ), one forward pass saved"),
-    Preset("pg_rs", 3, (_unweighted, _GEO, _veto), _WITH_VETO,
+    Preset("pg_rs", 3, (_UNWEIGHTED, _GEO, _veto), _WITH_VETO,
         "REINFORCE without weights, rejection by geometric mean, one-token veto",
         "as pg_is, where outliers are to be dropped rather than weighted"),
     Preset("disabled", 0, (), {},
         "PPO uncorrected; metrics only",
         "to measure the mismatch before choosing a correction"),
-    Preset("decoupled_token_icepop token_icepop", 2, (_ICEPOP,), _TWO_BOUNDS,
+    Preset("decoupled_token_icepop token_icepop", 2, (_TOKEN,), _TWO_BOUNDS,
         "decoupled PPO, token weights outside the bounds set to zero (IcePop)",
         "mixture-of-experts models, where single tokens drift far"),
     Preset("decoupled_geo_rs_token_tis geo_rs_token_tis", 2, (_TOKEN, _GEO), _IS | _RS_GEO,
@@ -265,10 +233,10 @@ PRESETS = (
     Preset("bypass_ppo_clip_k3_rs", 1, (_K3,), _RS_K3,
         "PPO clipped against the rollout policy, rejection by the mean k3 divergence",
         "small mismatch with outliers of either sign"),
-    Preset("bypass_pg_token_icepop", 3, (_ICEPOP,), _TWO_BOUNDS,
+    Preset("bypass_pg_token_icepop", 3, (_TOKEN,), _TWO_BOUNDS,
         "REINFORCE, token weights outside the bounds set to zero (IcePop)",
         "as decoupled_token_icepop, with one step per rollout and one forward pass saved"),
-    Preset("bypass_pg_geo_rs", 3, (_unweighted, _GEO), _RS_GEO,
+    Preset("bypass_pg_geo_rs", 3, (_UNWEIGHTED, _GEO), _RS_GEO,
         "REINFORCE without weights, rejection by geometric mean",
         "as pg_rs, without the veto"),
     Preset("bypass_pg_geo_rs_seq_tis", 3, (_SEQUENCE, _GEO), _IS | _RS_GEO,
@@ -286,11 +254,11 @@ PRESETS = (
         "mixture-of-experts models and long responses, where one token far off spoils a sequence; with bounds from "
         "inspect",
         {"max_k2": 0.5, "mean_k3": 0.01}),
-    Preset("dppo_tv", 3, (_TOKEN, _original, _criteria(("token", "tv", "threshold"), condition="away")),
+    Preset("dppo_tv", 3, (_TOKEN, _ORIGINAL, _criteria(("token", "tv", "threshold"), condition="away")),
         {"threshold": 0.15} | _DIVERGENCE,
         "REINFORCE, token weights, no gradient where a step leads further than a total variation from π_rollout (DPPO)",
         "several steps a rollout without an old log-probs pass: a trust region that does not punish rare tokens"),
-    Preset("dppo_kl", 3, (_TOKEN, _original, _criteria(("token", "binary_kl", "threshold"), condition="away")),
+    Preset("dppo_kl", 3, (_TOKEN, _ORIGINAL, _criteria(("token", "binary_kl", "threshold"), condition="away")),
         {"threshold": 0.05} | _DIVERGENCE,
         "as dppo_tv, by the binary KL",
         "as dppo_tv"),
@@ -298,25 +266,25 @@ PRESETS = (
         "PPO without weights, sequences of negative advantage rejected once π_θ has left the sampler (DeepSeek-V3.2)",
         "stale or far sequences that would only be pushed down further; δ of 0.05 to 0.2 is used",
         {"delta": 0.1}),
-    Preset("prefix_is", 2, (_PREFIX, _growing), _WIDE,
+    Preset("prefix_is", 2, (_PREFIX, lambda given: {"tis": {"bound_growth": given["bound_growth"]}}), _WIDE,
         "decoupled PPO, weights of the product up to each token, truncated above at 5^√t",
         "an advantage for each token and KL × length to 0.5: less bias than token_is; exact up to the bound for "
         "A_t = Q(s_t, a_t) or Q − V, while π_θ is π_old"),
-    Preset("sapo", 0, (_objective("sapo"),), {},
+    Preset("sapo", 0, ({"objective": "sapo", **_EACH_RESPONSE},), {},
         "PPO with a smooth gate in place of the clip: far ratios lose their gradient bit by bit (SAPO)",
         "several steps a rollout; with use_rollout_log_probs the gate sees the mismatch too, with use_tis weights do"),
-    Preset("gmpo", 0, (_objective("gmpo"),), {},
+    Preset("gmpo", 0, ({"objective": "gmpo", **_EACH_RESPONSE},), {},
         "PPO on the geometric mean of a response's clipped ratios (GMPO)",
         "as sapo, where single tokens of far ratios should not carry the step"),
     Preset("m2po", 0, (_second_moment,), {"second_moment": 0.04},
         "the tokens of the largest l² rejected until the mean of the rest is at most 0.04 (M2PO)",
         "stale data: rejects where and as much as the second moment needs, by the step before; the first by l² alone"),
-    Preset("topr", 3, (_of_sequences(**_ONE),), {},
+    Preset("topr", 3, (_TOPR,), {},
         "REINFORCE, weight 1 where A ≥ 0, else the sequence's ratio truncated above at 1 (TOPR)",
         "old or far data: good responses are learned at full weight, bad ones only while the policy would sample them"),
-    Preset("vespo", 3, (_of_sequences(mode="gamma"),), {},
+    Preset("vespo", 3, ({"tis": {"level": "sequence", "mode": "gamma"}},), {},
         "REINFORCE, sequence weights that fall off smoothly on both sides of 1, by the sign of A (VESPO)",
-        "as pg_is, without a bound to choose; responses short enough that their product of ratios stays near 1"),
+        "as pg_is, without a bound to choose; responses short enough that their product of ratios stays near 1")
 )
 # fmt: on
 """All presets, in the order of the pages; the table of the command line and of docs/presets.md is generated from it."""

@@ -3,208 +3,179 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Collection
 
-from pydantic import ValidationInfo
+import numpy as np
 
-from mismatch_plugin.config.fields import spell, value_and_default
+from mismatch_plugin.config.fields import flag_names, value_and_default
 from mismatch_plugin.config.sections import EPS_CLIP
 from mismatch_plugin.config.settings import Settings
 from mismatch_plugin.config.units import PRODUCTS
 from mismatch_plugin.limits import GAMMA_POSITIVE, MIN_EFFECTIVE_SAMPLE_SIZE, MIN_MEAN_WEIGHT, SAFETY_BOUND, USUAL_KL
 
 
-def notes_on(config: Settings, info: ValidationInfo) -> list[str]:
+def notes_on(config: Settings, by_hand: Collection[str] | None, typed: Collection[str] = ()) -> list[str]:
     """Sentences on settings that have no effect or are outside their known range.
 
-    The validation context's `by_hand` holds the dotted paths that a person asked for; without it, whatever is not at
-    its default counts as asked for.
-    Raises: ValueError for the first setting that was asked for and has no effect.
+    by_hand: the dotted paths that a person asked for; None: whatever is not at its default. typed: those of them that
+    were flags, which are asked for also at their default, and are spelled as flags.
+    Raises: ValueError for settings that exclude each other, and for one that was asked for and has no effect.
     """
-    by_hand, typed = (info.context or {}).get("by_hand"), (info.context or {}).get("typed", ())
+    for holds, sentence in contradictions(config):
+        if holds:
+            raise ValueError(f"{spelled(sentence, typed)}.")
     notes: dict[str, str] = {}
-    for path, rest in without_effect(config):
+    for path, why in without_effect(config):
         value, default = value_and_default(config, path)
-        asked = value is not None and value is not False  # switching off what is off is no mistake
-        # A flag that was typed is asked for; in a file, which may list every setting, what differs from its default.
-        refused = value != default if by_hand is None or path not in typed else asked
-        refused = refused and (by_hand is None or path in by_hand)
-        if refused or value != default:
-            shown = "" if value is True else f" {value:g}" if isinstance(value, float) else f" {value}"
-            sentence = spell(f"<{path}>{shown} {rest}", info, path)
-            if refused:
-                raise ValueError(sentence)
+        off = value is None or value is False  # to switch off what is off is no mistake
+        asked = not off if path in typed else value != default
+        shown = "" if value is True else f" {value:g}" if isinstance(value, float) else f" {value}"
+        sentence = spelled(f"<{path}>{shown} {why}: change that, or leave it out.", typed if path in typed else ())
+        if asked and (by_hand is None or path in by_hand):
+            raise ValueError(sentence)
+        if value != default:
             notes.setdefault(path, sentence)
-    return [*notes.values(), *outside_known_range(config)]
+    return [*notes.values(), *(sentence for holds, sentence in outside_known_range(config) if holds)]
 
 
-def without_effect(config: Settings) -> Iterable[tuple[str, str]]:
-    """(path, what follows its name in a sentence) of every setting that this combination would not use.
-
-    `<path>` in the sentence stands for a setting: see `spell`.
-    """
-    bounds = ("lower_bound", "upper_bound", "lower_bound_positive", "upper_bound_positive", "bound_growth")
-    tis = ("mode", *bounds, "batch_normalize", "batch_normalize_scope")
-    if not config.use_tis:
-        for name in ("level", *tis):
-            yield f"tis.{name}", "changes no weight without <use_tis>: add <use_tis>, or leave it out."
-    elif config.tis.level == "none":
-        for name in tis:
-            yield f"tis.{name}", "changes nothing at <tis.level> none (every weight is 1): leave it out."
-    else:
-        for name in ("lower_bound", "lower_bound_positive") if config.tis.mode == "truncate" else ():
-            yield (
-                f"tis.{name}",
-                "bounds no weight under <tis.mode> truncate (it only sets a metric's fraction): choose clip or mask, "
-                "or leave it out.",
-            )
-        for name in bounds if config.tis.mode == "gamma" else ():
-            yield (
-                f"tis.{name}",
-                "bounds no weight under <tis.mode> gamma, whose weights are at most 1.25: leave it out.",
-            )
-        if not config.unit.multiplies:
-            yield (
-                "tis.bound_growth",
-                f"needs a <tis.level> whose ratio is a product ({', '.join(PRODUCTS)}): choose one.",
-            )
-        if not config.tis.batch_normalize:
-            yield (
-                "tis.batch_normalize_scope",
-                "changes nothing without <tis.batch_normalize>: add it, or leave the scope out.",
-            )
-    if config.algorithm == 3:
-        yield "objective", "changes nothing in algorithm 3, which is REINFORCE: leave it out."
-    if config.policy_objective == "reinforce":
-        where = "in algorithm 3" if config.algorithm == 3 else "under <objective> reinforce"
-        for name in ("eps_clip_low", "eps_clip_high", "dual_clip"):
-            yield f"ppo.{name}", f"changes nothing {where} (REINFORCE has no clip): leave it out."
-    if config.policy_objective == "cispo":
-        yield "ppo.dual_clip", "changes nothing under <objective> cispo, whose ratio has no gradient: leave it out."
-    if config.policy_objective == "gmpo":
-        yield "ppo.dual_clip", "changes nothing under <objective> gmpo, whose bounds are on log-ratios: leave it out."
-    for name in ("eps_clip_low", "eps_clip_high", "dual_clip") if config.policy_objective == "sapo" else ():
-        yield (
-            f"ppo.{name}",
-            "changes nothing under <objective> sapo, which has a gate in place of a clip: leave it out.",
-        )
-    for name in ("tau_positive", "tau_negative") if config.policy_objective != "sapo" else ():
-        yield f"ppo.{name}", "changes nothing without <objective> sapo: choose it, or leave this out."
-    if config.aggregation != "seq-mean-token-sum":
-        yield "length_norm", "needs <aggregation> seq-mean-token-sum: choose it, or leave the norm out."
-    if not config.terms.kl_coef:
-        for name in ("kl_type", "kl_importance_weighted"):
-            yield f"terms.{name}", "changes nothing without <terms.kl_coef>: set it, or leave this out."
-    if not config.weighted:
-        yield "terms.kl_importance_weighted", "needs importance weights: add <use_tis>, or leave it out."
-    if not config.terms.rollout_kl_coef:
-        for name in ("rollout_kl_type", "rollout_kl_on"):
-            yield f"terms.{name}", "changes nothing without <terms.rollout_kl_coef>: set it, or leave this out."
-    if not config.rejects:
-        yield "terms.rollout_kl_on", "needs something that rejects tokens: add a criterion, or leave it out."
-        yield "rs.group", "needs something that rejects responses: add a criterion, or leave it out."
-    if not config.judges:
-        yield "rs.policy", "needs a criterion or a veto to judge: add one, or leave it out."
-    if config.use_rollout_log_probs and config.rs.policy == "current":
-        yield "rs.policy", f"changes nothing in algorithm {config.algorithm}, which judges π_θ anyway: leave it out."
-    if config.rs.group != "drop":
-        yield "rs.min_group", "changes nothing without <rs.group> drop: choose it, or leave the number out."
-    if config.metrics == "off":
-        yield "gate_kl", "compares k3_kl, which <metrics> off does not form: choose basic, or leave the gate out."
-    if not config.weighted and not config.judges and config.rs.max_staleness is None:
-        yield "dry_run", "has nothing to try: add <use_tis>, a criterion or a veto, or leave it out."
+def spelled(sentence: str, typed: Collection[str]) -> str:
+    """Every `<dotted.path>` of the sentence as its flag where one of them was typed as a flag, else as it is."""
+    flags = flag_names(Settings) if not set(re.findall(r"<([a-z_.]+)>", sentence)).isdisjoint(typed) else {}
+    return re.sub(r"<([a-z_.]+)>", lambda match: flags.get(match[1], match[1]), sentence)
 
 
-def contradictions(config: Settings) -> Iterable[tuple[str, str]]:
-    """(path, sentence) of settings that exclude each other, whoever gave them."""
-    if config.tis.level == "none" and config.algorithm != 3:
-        yield (
-            "tis.level",
+def without_effect(config: Settings) -> list[tuple[str, str]]:
+    """(path, why) of every setting that this combination would not use."""
+    weighted, objective, mode = config.weighted, config.policy_objective, config.tis.mode
+    reinforce = "in algorithm 3" if config.algorithm == 3 else "under <objective> reinforce"
+    clip = "ppo.eps_clip_low ppo.eps_clip_high ppo.dual_clip"
+    bounds = "tis.lower_bound tis.upper_bound tis.lower_bound_positive tis.upper_bound_positive tis.bound_growth"
+    weights = f"tis.mode {bounds} tis.batch_normalize tis.batch_normalize_scope"
+    # fmt: off
+    rules = (
+        (not config.use_tis, f"tis.level {weights}", "changes no weight without <use_tis>"),
+        (config.use_tis and not weighted, weights, "changes nothing at <tis.level> none (every weight is 1)"),
+        (weighted and mode == "truncate", "tis.lower_bound tis.lower_bound_positive",
+            "bounds no weight under <tis.mode> truncate (it only sets a metric's fraction)"),
+        (weighted and mode == "gamma", bounds,
+            "bounds no weight under <tis.mode> gamma, whose weights are at most 1.25"),
+        (weighted and not config.unit.multiplies, "tis.bound_growth",
+            f"needs a <tis.level> whose ratio is a product ({', '.join(PRODUCTS)})"),
+        (weighted and not config.tis.batch_normalize, "tis.batch_normalize_scope",
+            "changes nothing without <tis.batch_normalize>"),
+        (config.algorithm == 3, "objective", "changes nothing in algorithm 3, which is REINFORCE"),
+        (objective == "reinforce", clip, f"changes nothing {reinforce} (REINFORCE has no clip)"),
+        (objective == "sapo", clip, "changes nothing under <objective> sapo, which has a gate in place of a clip"),
+        (objective in ("cispo", "gmpo"), "ppo.dual_clip", f"changes nothing under <objective> {objective}"),
+        (objective != "sapo", "ppo.tau_positive ppo.tau_negative", "changes nothing without <objective> sapo"),
+        (config.aggregation != "seq-mean-token-sum", "length_norm", "needs <aggregation> seq-mean-token-sum"),
+        (not config.terms.kl_coef, "terms.kl_type terms.kl_importance_weighted",
+            "changes nothing without <terms.kl_coef>"),
+        (not weighted, "terms.kl_importance_weighted", "needs importance weights (<use_tis>)"),
+        (not config.terms.rollout_kl_coef, "terms.rollout_kl_type terms.rollout_kl_on",
+            "changes nothing without <terms.rollout_kl_coef>"),
+        (not config.rejects, "terms.rollout_kl_on rs.group", "needs something that rejects, such as a criterion"),
+        (not config.judges, "rs.policy", "needs a criterion or a veto to judge"),
+        (config.use_rollout_log_probs and config.rs.policy == "current", "rs.policy",
+            f"changes nothing in algorithm {config.algorithm}, which judges π_θ anyway"),
+        (config.rs.group != "drop", "rs.min_group", "changes nothing without <rs.group> drop"),
+        (config.metrics == "off", "gate_kl", "compares k3_kl, which <metrics> off does not form"),
+        (not weighted and not config.judges and config.rs.max_staleness is None, "dry_run",
+            "has nothing to try: there is no <use_tis>, criterion or veto")
+    )
+    # fmt: on
+    return [(path, why) for holds, paths, why in rules if holds for path in paths.split()]
+
+
+def contradictions(config: Settings) -> list[tuple[bool, str]]:
+    """(holds, sentence) of settings that exclude each other, whoever gave them."""
+    tis, rs = config.tis, config.rs
+    positive_lower, positive_upper = tis.positive
+    smallest = math.exp(-SAFETY_BOUND)
+    early = f"<rs.group> {rs.group} needs to know what is accepted before advantages are computed, and"
+    grouped = rs.group != "keep"
+    # fmt: off
+    return [
+        (tis.upper_bound < smallest,
+            f"<tis.upper_bound> {tis.upper_bound:g} is below e^-20 = 2.1e-9, the smallest ratio that is told apart: "
+            f"raise it (2.0 is usual)"),
+        (tis.lower > tis.upper,
+            f"<tis.lower_bound> {tis.lower:g} is above <tis.upper_bound> {tis.upper:g}: lower it, or raise the other"),
+        (tis.mode != "truncate" and tis.lower_bound is None and tis.upper < 1.0,
+            f"<tis.upper_bound> {tis.upper:g} is below the lower bound that <tis.mode> {tis.mode} has by default, "
+            f"1/hi = {1.0 / tis.upper:g}: give <tis.lower_bound>, or raise the upper one"),
+        (positive_lower > positive_upper or positive_upper < smallest,
+            f"<tis.lower_bound_positive> to <tis.upper_bound_positive> is {positive_lower:g} to {positive_upper:g}, "
+            f"which holds no ratio from e^-20 on: lower the first, or raise the other"),
+        (tis.bound_growth > 0 and not ("upper_bound" in tis.model_fields_set and tis.lower <= 1.0 <= tis.upper),
+            f"<tis.bound_growth> {tis.bound_growth:g} needs bounds around 1 for a product of one token, such as "
+            f"<tis.lower_bound> 0.975 and <tis.upper_bound> 1.05: give them"),
+        (tis.growth > 0 and tis.differs_by_sign,
+            "<tis.bound_growth> grows one pair of bounds: leave it out, or the bounds for A ≥ 0"),
+        (math.exp(SAFETY_BOUND) < config.ppo.eps_clip_high < math.inf,
+            f"<ppo.eps_clip_high> {config.ppo.eps_clip_high:g} is above e^20 = 4.9e8, the largest ratio: write inf "
+            f"for no upper clip"),
+        (tis.level == "none" and config.algorithm != 3,
             "<tis.level> none is REINFORCE with rejection only: it needs <use_rollout_log_probs> and <use_tis>: set "
-            "both, or choose another level.",
-        )
-    if (
-        config.weighted
-        and config.tis.mode == "gamma"
-        and not (config.algorithm == 3 and config.tis.level == "sequence")
-    ):
-        yield (
-            "tis.mode",
+            "both, or choose another level"),
+        (config.weighted and tis.mode == "gamma" and not (config.algorithm == 3 and tis.level == "sequence"),
             "<tis.mode> gamma weighs responses by π_θ/π_rollout: it needs <use_rollout_log_probs>, <use_tis> and "
-            "<tis.level> sequence: set them, or choose another mode.",
-        )
-    if config.tis.growth and config.tis.differs_by_sign:
-        yield (
-            "tis.bound_growth",
-            "<tis.bound_growth> grows one pair of bounds: leave it out, or the bounds for A ≥ 0.",
-        )
-    if config.rs.group == "drop" and config.rs.min_group is None:
-        yield (
-            "rs.group",
-            "<rs.group> drop needs <rs.min_group>, the accepted responses that a group must have: give it.",
-        )
-    if config.rs.group != "keep":
-        first = f"<rs.group> {config.rs.group} needs to know what is accepted before advantages are computed"
-        if config.use_rollout_log_probs:
-            yield "rs.group", f"{first}, and algorithm {config.algorithm} judges π_θ: choose keep, or algorithm 0 or 2."
-        if config.rejects_on_current_policy:
-            yield "rs.group", f"{first}, and <rs.policy> current judges π_θ: choose keep, or <rs.policy> auto."
-        if config.needs_advantages:
-            names = ", ".join(config.advantage_readers)
-            yield "rs.group", f"{first}, and {names} needs these: choose keep, or leave that out."
-        for criterion in config.budgets:
-            yield "rs.group", f"{first}, and the budget of {criterion.name} moves at every step: choose keep."
+            "<tis.level> sequence: set them, or choose another mode"),
+        (rs.group == "drop" and rs.min_group is None,
+            "<rs.group> drop needs <rs.min_group>, the accepted responses that a group must have: give it"),
+        (grouped and config.use_rollout_log_probs,
+            f"{early} algorithm {config.algorithm} judges π_θ: choose keep, or algorithm 0 or 2"),
+        (grouped and config.rejects_on_current_policy,
+            f"{early} <rs.policy> current judges π_θ: choose keep, or <rs.policy> auto"),
+        (grouped and config.needs_advantages,
+            f"{early} {', '.join(config.advantage_readers)} needs these: choose keep, or leave that out"),
+        (grouped and bool(config.budgets),
+            f"{early} the budget of {', '.join(one.name for one in config.budgets)} moves at every step: choose keep")
+    ]
+    # fmt: on
 
 
-def outside_known_range(config: Settings) -> list[str]:
-    """Sentences for settings that are legal and used, but not where they are known to work."""
-    notes = []
+def outside_known_range(config: Settings) -> list[tuple[bool, str]]:
+    """(holds, sentence) of settings that are legal and used, but not where they are known to work."""
+    algorithm, objective = config.algorithm, config.policy_objective
+    low, high = config.ppo.eps_clip_low, config.ppo.eps_clip_high
     geometric = "the geometric mean of a response moves by hundredths of a percent: within 0.01 to 0.1 % of 1 is usual"
-    if config.weighted and config.unit.aggregate == "mean" and config.tis.mode == "mask" and config.tis.upper > 1.1:
-        notes.append(f"tis.upper_bound {config.tis.upper:g} at geometric level masks hardly anything: {geometric}.")
-    for criterion in config.criteria:
-        upper = criterion.upper_bound
-        if criterion.unit.aggregate == "mean" and criterion.in_log_space and 1.1 < (upper or 0.0) < math.inf:
-            notes.append(
-                f"rs criterion {criterion.name} with upper bound {upper:g} rejects hardly anything: {geometric}."
-            )
-        if criterion.rejects_nothing:
-            notes.append(f"rs criterion {criterion.name} rejects nothing: no value is outside its bounds.")
     trusted = any(criterion.condition == "away" for criterion in config.criteria)  # DPPO, whose weights are a token's
-    if config.algorithm == 3 and config.weighted and config.unit.per_token and not trusted:
-        notes.append("algorithm 3 at token level is biased: the rollout-correction guide has it at sequence level.")
-    if config.policy_objective in ("gspo", "sapo", "gmpo") and config.aggregation != "seq-mean-token-mean":
-        notes.append(
-            f"objective {config.objective} with aggregation {config.aggregation} (where the host does not decide "
-            f"that): the paper's loss is seq-mean-token-mean, in which every response counts the same."
-        )
-    if config.policy_objective == "gspo" and config.ppo.eps_clip_high > 0.01:
-        notes.append(
-            f"objective gspo with ε {config.ppo.eps_clip_low:g} and {config.ppo.eps_clip_high:g} clips hardly "
-            f"anything: {geometric} (the paper has 3e-4 and 4e-4)."
-        )
     usual = EPS_CLIP["gmpo"][0]
-    if config.policy_objective == "gmpo" and min(config.ppo.eps_clip_low, config.ppo.eps_clip_high) < usual:
-        notes.append(
-            f"objective gmpo with ε {config.ppo.eps_clip_low:g} and {config.ppo.eps_clip_high:g} clips earlier than "
-            f"the paper, which has {usual:g} for both: a host that owns ε (slime: --eps-clip {usual:g}) has to be told."
-        )
-    if config.policy_objective == "cispo" and config.ppo.eps_clip_low < 1.0:
-        notes.append(
-            f"objective cispo with lower ε {config.ppo.eps_clip_low:g} also clips small ratios: the paper has no lower "
-            f"bound (ε 1)."
-        )
-    if config.algorithm == 1 and config.objective == "reinforce":
-        notes.append(
-            "objective reinforce in algorithm 1 has no ratio, so that nothing corrects the mismatch but rejection: add "
-            "use_tis (algorithm 3) for weights."
-        )
-    if config.algorithm == 3 and not config.weighted and not config.judges:
-        notes.append(
+    masks = config.weighted and config.unit.aggregate == "mean" and config.tis.mode == "mask"
+    # fmt: off
+    rows = [(masks and config.tis.upper > 1.1,
+        f"tis.upper_bound {config.tis.upper:g} at geometric level masks hardly anything: {geometric}.")]
+    for criterion in config.criteria:
+        name, upper = criterion.name, criterion.upper_bound or 0.0
+        rows += [
+            (criterion.unit.aggregate == "mean" and criterion.in_log_space and 1.1 < upper < math.inf,
+                f"rs criterion {name} with upper bound {upper:g} rejects hardly anything: {geometric}."),
+            (criterion.rejects_nothing, f"rs criterion {name} rejects nothing: no value is outside its bounds.")
+        ]
+    return [*rows,
+        (algorithm == 3 and config.weighted and config.unit.per_token and not trusted,
+            "algorithm 3 at token level is biased: the rollout-correction guide has it at sequence level."),
+        (objective in ("gspo", "sapo", "gmpo") and config.aggregation != "seq-mean-token-mean",
+            f"objective {objective} with aggregation {config.aggregation} (where the host does not decide that): the "
+            f"paper's loss is seq-mean-token-mean, in which every response counts the same."),
+        (objective == "gspo" and high > 0.01,
+            f"objective gspo with ε {low:g} and {high:g} clips hardly anything: {geometric} (the paper has 3e-4 and "
+            f"4e-4)."),
+        (objective == "gmpo" and min(low, high) < usual,
+            f"objective gmpo with ε {low:g} and {high:g} clips earlier than the paper, which has {usual:g} for both: "
+            f"a host that owns ε (slime: --eps-clip {usual:g}) has to be told."),
+        (objective == "cispo" and low < 1.0,
+            f"objective cispo with lower ε {low:g} also clips small ratios: the paper has no lower bound (ε 1)."),
+        (algorithm == 1 and config.objective == "reinforce",
+            "objective reinforce in algorithm 1 has no ratio, so that nothing corrects the mismatch but rejection: "
+            "add use_tis (algorithm 3) for weights."),
+        (algorithm == 3 and not config.weighted and not config.judges,
             "algorithm 3 without weights and without rejection is plain REINFORCE: nothing corrects the mismatch. "
-            "Choose a tis.level (verl: rollout_is), or add a criterion or a veto (verl: rollout_rs)."
-        )
-    return notes
+            "Choose a tis.level (verl: rollout_is), or add a criterion or a veto (verl: rollout_rs).")
+    ]
+    # fmt: on
 
 
 def bound_warnings(config: Settings, response_length: object = None) -> list[str]:
@@ -230,38 +201,28 @@ def bound_warnings(config: Settings, response_length: object = None) -> list[str
 
 
 def truncated_product(config: Settings, length: int, kl: float = USUAL_KL) -> tuple[float, float]:
-    """(mean, effective sample size) of the weights where ρ is a product over `length` tokens.
+    """(mean, effective sample size (E w)² / E w²) of the weights where ρ is a product over `length` tokens.
 
-    With independent tokens log ρ is Normal(−s, 2s), s = length · kl, so that E ρ = 1. With Φ its distribution, shifted
-    by 2ks: E ρ^k between two bounds is e^(k(k−1)s) · (Φ(log hi) − Φ(log lo)). Truncate and clip add hi^k times the
-    share above, clip lo^k times that below. ESS = (E w)² / E w². Prefix level: both moments are means over the tokens.
-    Mode gamma: summed over log ρ, for A ≥ 0.
+    The log ρ of n independent tokens is Normal(−s, 2s) with s = n · kl, so that E ρ = 1: both moments are sums over a
+    grid of it. Prefix level: means over n = 1 … length. Mode gamma: for A ≥ 0.
     """
     tis = config.tis
-
-    def moment(k: int, tokens: int) -> float:
-        s, growth = min(tokens * kl, 300.0), tokens**tis.bound_growth  # e^600 is finite, and by then no weight is left
-        if tis.mode == "gamma":
-            total, (power, decay) = 0.0, GAMMA_POSITIVE
-            for z in (step / 50.0 for step in range(-400, 401)):
-                log_ratio = -s + math.sqrt(2.0 * s) * z
-                log_weight = decay + power * log_ratio - decay * math.exp(min(log_ratio, SAFETY_BOUND))
-                total += math.exp(k * log_weight - z * z / 2.0)
-            return total / (50.0 * math.sqrt(2.0 * math.pi))
-        lower = tis.lower if tis.mode != "truncate" else 0.0
-        hi = min(math.log(tis.upper) * growth, SAFETY_BOUND)
-        lo = max(math.log(lower) * growth, -SAFETY_BOUND) if lower else -SAFETY_BOUND
-
-        def below(bound: float, shift: float = 0.0) -> float:
-            return 0.5 * math.erfc((shift - s - bound) / math.sqrt(4.0 * s))
-
-        total = math.exp(k * (k - 1) * s) * (below(hi, 2.0 * k * s) - below(lo, 2.0 * k * s))
-        if tis.mode != "mask":
-            total += math.exp(k * hi) * (1.0 - below(hi))
-        if tis.mode == "clip":
-            total += math.exp(k * lo) * below(lo)
-        return total
-
-    lengths = range(1, length + 1, 1 + length // 256) if tis.unit.needs_second_reduction else [length]
-    first, second = (sum(moment(k, n) for n in lengths) / len(lengths) for k in (1, 2))
+    n_L = np.arange(1, length + 1, 1 + length // 256) if tis.unit.needs_second_reduction else np.array([length])
+    s_L1 = np.minimum(n_L * kl, 300.0)[:, None]  # e^600 is finite, and by then no weight is left
+    z_G = np.linspace(-30.0, 30.0, 6001)
+    density_G = np.exp(-0.5 * z_G**2) / np.exp(-0.5 * z_G**2).sum()
+    log_ratio_LG = -s_L1 + np.sqrt(2.0 * s_L1) * z_G
+    if tis.mode == "gamma":
+        power, decay = GAMMA_POSITIVE
+        log_weight_LG = decay + power * log_ratio_LG - decay * np.exp(np.minimum(log_ratio_LG, SAFETY_BOUND))
+    else:
+        growth_L1 = n_L[:, None].astype(float) ** tis.bound_growth
+        lower = math.log(tis.lower) if tis.lower and tis.mode != "truncate" else -math.inf
+        low_L1 = np.maximum(lower * growth_L1, -SAFETY_BOUND)
+        high_L1 = np.minimum(math.log(tis.upper) * growth_L1, SAFETY_BOUND)
+        log_weight_LG = np.clip(log_ratio_LG, low_L1 if tis.mode == "clip" else -math.inf, high_L1)
+        if tis.mode == "mask":
+            inside_LG = (low_L1 <= log_ratio_LG) & (log_ratio_LG <= high_L1)
+            log_weight_LG = np.where(inside_LG, log_weight_LG, -math.inf)
+    first, second = (float((np.exp(power * log_weight_LG) @ density_G).mean()) for power in (1, 2))
     return first, first * first / second if second else 0.0

@@ -53,8 +53,6 @@ class Settings(Section):
         "of clipped ratios; reinforce = −A·log π_θ. Algorithm 3 is reinforce",
         slime="advantage_estimator",
         verl="loss_mode",
-        source="Schulman et al. 2017; arXiv 2507.18071 (GSPO); arXiv 2506.13585 (CISPO); arXiv 2511.20347 (SAPO); "
-        "arXiv 2507.20673 (GMPO); Williams 1992",
     )
     tis: ImportanceSampling = Field(default_factory=ImportanceSampling)
     rs: Rejection = Field(default_factory=Rejection)
@@ -66,18 +64,13 @@ class Settings(Section):
         "accepted wherever the plugin owns the denominator",
     )
     aggregation: Aggregation = described(
-        "token-mean",
-        "how token losses become one number",
-        slime="calculate_per_token_loss",
-        verl="loss_agg_mode",
-        source="Liu et al. 2025 (Dr. GRPO) for seq-mean-token-sum with a length norm",
+        "token-mean", "how token losses become one number", slime="calculate_per_token_loss", verl="loss_agg_mode"
     )
     length_norm: float | None = described(
         None,
         "constant that divides each sequence's sum under seq-mean-token-sum",
         unit="tokens",
         verl="seq-mean-token-sum-norm",
-        source="Liu et al. 2025 (Dr. GRPO)",
         ge=1e-6,
         allow_inf_nan=False,
     )
@@ -87,23 +80,19 @@ class Settings(Section):
         "measured it is left out of the metrics and counted",
         flag="--rollout-log-prob-policy",
     )
-    # YAML 1.1 reads a bare off as false.
-    metrics: Annotated[MetricsLevel, BeforeValidator(lambda v: "off" if v is False else v)] = described(
-        "basic", "off, the guide's metrics, or everything"
-    )
+    metrics: MetricsLevel = described("basic", "off, the guide's metrics, or everything")
     dry_run: bool = described(False, "compute weights and rejections, report them, apply none")
     gate_kl: float | None = described(
         None,
         "a step with k3_kl above this is an error on all ranks, before the optimizer steps: for CI and first steps at "
         "learning rate 0 (the bar of inspect --gate: 1e-3); absent = no gate",
         unit="nats per token",
-        source="prime-rl #3543 (gate of its CI); xtuner #2044",
         gt=0.0,
     )
     report_dir: Annotated[str | None, BeforeValidator(lambda v: str(v) if isinstance(v, Path) else v)] = described(
         None, "folder for the run's metrics, one line a step: mismatch-plugin inspect judges them"
     )
-    verify_weights: Annotated[VerifyWeights, BeforeValidator(lambda v: "off" if v is False else v)] = described(
+    verify_weights: VerifyWeights = described(
         "warn",
         "after a weight update, servers with our SGLang plugin that hold other weights than were sent are a warning, "
         "or an error on all ranks; off = not compared. slime and miles",
@@ -113,10 +102,8 @@ class Settings(Section):
         "what computes log-probs from the logits: torch, triton (CUDA), megatron or transformer-engine (these two "
         "give no entropy); auto = triton where it can run, else torch. Only where the plugin computes them "
         "(megatron-core)",
-        source="Milakov & Gimelshein 2018, arXiv 1805.02867 (online softmax)",
     )
-    # YAML 1.1 reads a bare off as false.
-    inplace_logits: Annotated[InplaceLogits, BeforeValidator(lambda v: "off" if v is False else v)] = described(
+    inplace_logits: InplaceLogits = described(
         "auto",
         "whether the gradient is written over the logits: auto = where nothing else reads them, which saves memory of "
         "their size; off = never. Only where the plugin computes log-probs (megatron-core)",
@@ -127,7 +114,6 @@ class Settings(Section):
         "vocabulary] never exist, for a fourth product with the weight. Only where the plugin computes log-probs "
         "(megatron-core)",
         verl="use_fused_kernels",
-        source="Liger Kernel, arXiv 2410.10989; Cut Cross-Entropy, arXiv 2411.09009",
     )
 
     @model_validator(mode="after")

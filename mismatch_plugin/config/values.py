@@ -32,6 +32,13 @@ def get_path(nested: Mapping[str, Any], path: str) -> Any:
     return value
 
 
+def nested(path: str, value: Any) -> dict[str, Any]:
+    """The value at a dotted path, and nothing else: {"tis": {"mode": "clip"}}."""
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value
+
+
 def dotted_fields_set(data: Mapping[str, Any], prefix: str = "") -> set[str]:
     """Dotted paths of every leaf of a nested dict."""
     paths: set[str] = set()
@@ -67,17 +74,6 @@ def number(value: Any, name: str = "the value") -> float:
 def lower_epsilon(value: Any, name: str) -> float:
     """ε of a clip bound 1 − ε, at most 1, which turns the bound off: no ratio is below 0. Raises as `number`."""
     return min(number(value, name), 1.0)
-
-
-def parse_int(value: Any, name: str = "the value") -> int:
-    """A whole number, or a string that spells one. Raises ValueError naming `name` and the value."""
-    plain = isinstance(value, int) and not isinstance(value, bool)
-    if plain or (isinstance(value, str) and value.strip().lstrip("-").isdecimal()):
-        return int(value)
-    raise ValueError(f"{name} is {short_repr(value)}, which is not a whole number: write one, for example 2.")
-
-
-parse_int.__name__ = "int"  # argparse shows it: "invalid int value"
 
 
 def bounds(value: Any, name: str) -> tuple[float | None, float]:
@@ -119,11 +115,6 @@ def known_only(mapping: Mapping[str, Any], keys: tuple[str, ...], kind: str) -> 
         if key not in keys:
             raise unknown(kind, key, keys)
     return dict(mapping)
-
-
-def switch_of(given: Mapping[str, Any], key: str) -> bool:
-    """A switch's value, False where it is absent. Raises ValueError for what is neither true nor false."""
-    return parse_bool(given.get(key), key)
 
 
 def present(**settings: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from mismatch_plugin.core.groups import group_advantages
 from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.segments import spread
-from mismatch_plugin.explain.numbers import Numbers
+from mismatch_plugin.explain.account import PADDING
 from mismatch_plugin.report.table import Table
 
 MODES = ("truncate", "clip", "mask")
@@ -25,7 +25,6 @@ UPPER = 2.0
 VETO = 0.45
 GROWTH = 0.5
 PENALTY = 0.1
-PADDING = "·"
 REJECTED = "✗"
 KEPT = "✓"
 
@@ -61,11 +60,14 @@ def current_log_probs() -> Tensor:
     return torch.tensor([math.log(token[2]) for row in _ROWS for token in row], dtype=torch.float64).requires_grad_()
 
 
-def example_numbers(config: MismatchConfig) -> Numbers:
-    """The batch with what these settings read of it: π_ref is π_old, the entropy 1, rewards where groups need them."""
+def batch_for(config: MismatchConfig) -> PackedSequences:
+    """The batch with what settings may read: π_ref is π_old, the entropy 1, and groups have advantages of rewards."""
     packed = example_batch()
     packed = packed.replace(ref_log_probs=packed.old_log_probs, entropy=torch.ones(packed.loss_mask.shape))
-    return Numbers(current_log_probs(), packed, None if config.rs.group == "keep" else list(_REWARDS))
+    if config.rs.group == "keep":
+        return packed
+    advantages = spread(_advantages(config), packed.sequence_index)
+    return packed.replace(advantages=advantages, rewards=torch.tensor(_REWARDS, dtype=torch.float64))
 
 
 def example_tables() -> tuple[Table, ...]:
@@ -76,55 +78,31 @@ def example_tables() -> tuple[Table, ...]:
 # Weights --------------------------------------------------------------------------------------------------------------
 
 
-def explain_table(modes: Sequence[str] = MODES, levels: Sequence[str] = LEVELS) -> Table:
+def explain_table() -> Table:
     """Input, then one row a setting: the weight of every token, and which tokens leave the loss."""
     rows = [_numbers("π_rollout", 0), _numbers("π_train", 1)]
-    for level in levels:
+    for level in LEVELS:
         # An upper bound of inf leaves the aggregated ratio as it is.
         rows.append(_weights(f"{level}: ratio", _tis(level, "truncate", math.inf)))
-        rows += [_weights(f"{level}: {mode}", _tis(level, mode)) for mode in modes]
-    if tuple(modes) == MODES:
-        rows += [_weights(label, settings) for label, settings in _further(levels)]
-    return Table("Worked example: weights", _HEADERS, tuple(rows), notes=notes(modes, levels))
-
-
-_MODE_NOTES = {
-    "truncate": "truncate lowers a ratio to the upper bound.",
-    "clip": "clip also raises one to the lower bound.",
-    "mask": "mask rejects what is outside the bounds and leaves the rest as it is.",
-}
-
-
-def notes(modes: Sequence[str] = MODES, levels: Sequence[str] = LEVELS) -> tuple[str, ...]:
-    """How to read the table, one sentence for each thing that is in it."""
-    lines = [
+        rows += [_weights(f"{level}: {mode}", _tis(level, mode)) for mode in MODES]
+    rows += [_weights(f"{level}: normalised", _tis(level, "truncate", batch_normalize=True)) for level in LEVELS]
+    rows += [_weights(f"{level}: bounds grow", _tis(level, "clip", bound_growth=GROWTH)) for level in PRODUCTS]
+    notes = (
         f"Each column is a token; A (two turns), B and C are sequences. The bounds are {1 / UPPER:g} and {UPPER:g}.",
         f"{PADDING} is a token under the loss mask (here a tool's output): it counts nowhere, whatever its ratio is.",
-        *(f"{name}: {UNITS[name].ratio}." for name in levels),
-        *(_MODE_NOTES[name] for name in modes),
-    ]
-    if "mask" in modes:
-        lines.append(f"{REJECTED} is a rejected token: it leaves the loss, and by default its denominator as well.")
-    if tuple(modes) == MODES:
-        lines.append("normalised: truncated, then divided by the mean weight (of tokens, of turns, or of sequences).")
-        if set(levels) & set(PRODUCTS):
-            lines.append(
-                f"bounds grow: clipped at 2^√n and ½^√n, n tokens in the product (tis.bound_growth {GROWTH:g})."
-            )
-    return tuple(lines)
+        *(f"{level}: {UNITS[level].ratio}." for level in LEVELS),
+        "truncate lowers a ratio to the upper bound.",
+        "clip also raises one to the lower bound.",
+        "mask rejects what is outside the bounds and leaves the rest as it is.",
+        f"{REJECTED} is a rejected token: it leaves the loss, and by default its denominator as well.",
+        "normalised: truncated, then divided by the mean weight (of tokens, of turns, or of sequences).",
+        f"bounds grow: clipped at 2^√n and ½^√n, n tokens in the product (tis.bound_growth {GROWTH:g}).",
+    )
+    return Table("Worked example: weights", _HEADERS, tuple(rows), notes=notes)
 
 
 def _tis(level: str, mode: str, upper: float = UPPER, **more: Any) -> dict[str, Any]:
     return {"use_tis": True, "tis": {"level": level, "mode": mode, "upper_bound": upper, **more}}
-
-
-def _further(levels: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(label, settings) of batch normalisation, and of growing bounds, at each level that has them."""
-    for level in levels:
-        yield f"{level}: normalised", _tis(level, "truncate", batch_normalize=True)
-    for level in levels:
-        if level in PRODUCTS:
-            yield f"{level}: bounds grow", _tis(level, "clip", bound_growth=GROWTH)
 
 
 def _weights(label: str, settings: dict[str, Any]) -> Row:
@@ -203,7 +181,9 @@ def loss_table() -> Table:
     rows += [_gradients(f"{name}: gradient", _objective(name)) for name in _OBJECTIVES]
     rows.append(_gradients("penalty: gradient", {"terms": {"rollout_kl_coef": PENALTY}}, penalty=True))
     rows.append(_of_sequences("reward", _REWARDS))
-    rows += [_of_sequences(f"advantage, group {group}", _advantages(group).tolist()) for group in ("keep", "exclude")]
+    for group in ("keep", "exclude"):
+        config = _config({"rs": {"criteria": ["sequence_mean:ratio:2"], "group": group}})
+        rows.append(_of_sequences(f"advantage, group {group}", _advantages(config).tolist()))
     lines = (
         "gradient: of the token's loss, by log π_θ, before the denominator; a negative one makes the token likelier.",
         f"ppo: −min(r A, clip(r) A), clipped at 1 ± {_EPSILON:g}: nothing moves further than that.",
@@ -234,11 +214,11 @@ def _gradients(label: str, settings: dict[str, Any], penalty: bool = False) -> R
     return _row(label, [_number(value) for value in gradient.tolist()])
 
 
-def _advantages(group: str) -> Tensor:
-    """[N] of the rewards, all of one group, with the first criterion of the table above."""
-    accepted = correct(example_batch(), _config({"rs": {"criteria": ["sequence_mean:ratio:2"]}})).kept_N
-    one = [0] * len(_REWARDS)
-    return group_advantages(torch.tensor(_REWARDS), one, accepted if group == "exclude" else None)
+def _advantages(config: MismatchConfig) -> Tensor:
+    """[N] of the rewards, all of one group, as `rs.group` of these settings has them."""
+    accepted = None if config.rs.group == "keep" else correct(example_batch(), config).kept_N
+    rewards = torch.tensor(_REWARDS, dtype=torch.float64)
+    return group_advantages(rewards, [0] * len(_REWARDS), accepted, min_accepted=config.rs.least_accepted)
 
 
 # Cells ----------------------------------------------------------------------------------------------------------------

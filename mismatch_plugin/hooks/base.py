@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, Literal, NoReturn
 
 from mismatch_plugin.config import MismatchConfig, bound_warnings
-from mismatch_plugin.config.documents import read_file
+from mismatch_plugin.config.documents import read_mapping
 from mismatch_plugin.config.fields import flag_names, value_and_default
 from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.values import dotted_fields_set, get_path, ignore_mismatch_warnings, merge, unknown
@@ -185,7 +185,7 @@ def given_settings(given: MismatchConfig | Mapping[str, Any] | str) -> tuple[dic
         for path in dotted_fields_set(whole) if given._by_hand is None else dotted_fields_set(whole) & given._by_hand:
             put(ours, path, get_path(whole, path))
         return ours, whole  # what a preset brought, it may bring where it has no effect
-    own = dict(given) if isinstance(given, Mapping) else read_file(given)
+    own = dict(given) if isinstance(given, Mapping) else read_mapping(given)
     name = own.pop("preset", None)
     return own, {} if name is None else find_preset(name).settings()
 

@@ -15,6 +15,7 @@ import mismatch_plugin as mp
 from mismatch_plugin.compat import from_slime as slime
 from mismatch_plugin.compat import from_verl as verl
 from mismatch_plugin.config.compat.nemo_rl import nemo_rl_settings
+from mismatch_plugin.config.compat.slime import with_opsm
 from tests.config.reading import criteria, noted
 
 Read = Callable[[Any], mp.MismatchConfig]
@@ -32,7 +33,6 @@ def made(read: Read, settings: str) -> tuple[mp.MismatchConfig, list[str]]:
 TIS = "algorithm tis.mode tis.level tis.lower tis.upper"
 NORMAL = "tis.mode tis.upper tis.batch_normalize denominator"
 CLIP = "ppo.eps_clip_low ppo.eps_clip_high ppo.dual_clip"
-TERMS = "terms.entropy_coef terms.kl_coef terms.kl_type aggregation length_norm"
 MIS = (
     "use_tis: true, use_rs: true, tis_level: token, rs_level: token, tis_mode: truncate, tis_lower_bound: 0.5, "
     "tis_upper_bound: 2.0, rs_lower_bound: null, rs_upper_bound: null, rs_veto_threshold: 1e-4, "
@@ -59,22 +59,6 @@ RESOLVED: list[tuple[Read, str, str, tuple[Any, ...]]] = [
     # slime's built-in
     (slime, "use_tis: true", TIS, (2, "clip", "token", 0.0, 2.0)),
     (slime, "use_tis: true, tis_clip: '5.0', tis_clip_low: 0.2", TIS, (2, "clip", "token", 0.2, 5.0)),
-    (slime, "eps_clip: '0.1', eps_clip_high: 0.28, eps_clip_c: 3.0", CLIP, (0.1, 0.28, 3.0)),
-    (slime, "eps_clip: 0.3, eps_clip_high: null, eps_clip_c: null", CLIP, (0.3, 0.3, None)),
-    (slime, "eps_clip_high: 0.3", CLIP, (0.2, 0.3, None)),
-    (slime, "advantage_estimator: gspo, eps_clip: 4.0, eps_clip_high: 0.3", CLIP, (1.0, 0.3, None)),
-    (slime, "advantage_estimator: gspo", "objective", ("gspo",)),
-    (slime, "advantage_estimator: grpo", "objective", ("ppo",)),
-    (
-        slime,
-        "entropy_coef: 1e-3, use_kl_loss: true, kl_loss_coef: 0.01, kl_loss_type: k2, calculate_per_token_loss: false",
-        TERMS,
-        (1e-3, 0.01, "k2", "seq-mean-token-mean", None),
-    ),
-    (slime, "calculate_per_token_loss: true", "aggregation", ("token-mean",)),
-    (slime, "use_kl_loss: true, kl_loss_coef: 0.1", "terms.kl_type", ("k1",)),
-    (slime, "use_rollout_logprobs: true, use_opsm: true", "algorithm rs.policy", (1, "auto")),
-    (slime, "use_opsm: true, opsm_delta: 0.1", "algorithm rs", (0, mp.preset("opsm", delta=0.1).rs)),
     *(
         (verl, f"{bypass}: true, rollout_is: sequence, {loss}", "algorithm", (algorithm,))
         for bypass in ("bypass_mode", "bypass_old_logprob_for_rollout")
@@ -86,7 +70,7 @@ RESOLVED: list[tuple[Read, str, str, tuple[Any, ...]]] = [
             "loss_type: ppo_clip": 1,
         }.items()
     ),
-    (verl, TREE, f"algorithm terms.kl_coef {CLIP}", (2, 0.0, 0.2, 0.28, None)),
+    (verl, TREE, f"algorithm {CLIP}", (2, 0.2, 0.28, None)),
     (verl, "rollout_is: token, rollout_is_threshold: 0.5_5.0", TIS, (2, "mask", "token", 0.5, 5.0)),
     (verl, "rollout_is: sequence, rollout_is_threshold: '1_2'", TIS, (2, "mask", "sequence", 1.0, 2.0)),
     (verl, "rollout_is: token, rollout_is_threshold: 0.5_5.0", NORMAL, ("mask", 5.0, False, "original")),
@@ -98,17 +82,6 @@ RESOLVED: list[tuple[Read, str, str, tuple[Any, ...]]] = [
     ),
     (verl, "rollout_is: sequence, rollout_is_threshold: 5.0, bypass_mode: true", "algorithm tis.upper", (1, 5.0)),
     (verl, "clip_ratio: 0.1, clip_ratio_low: null, clip_ratio_high: '0.28'", CLIP, (0.1, 0.28, None)),
-    (
-        verl,
-        "entropy_coeff: 1e-3, kl_loss_coef: 0.01, kl_loss_type: mse, loss_agg_mode: seq-mean-token-sum-norm, "
-        "loss_scale_factor: 1024",
-        TERMS,
-        (1e-3, 0.01, "k2", "seq-mean-token-sum", 1024.0),
-    ),
-    *(
-        (verl, f"kl_loss_coef: 0.01, kl_loss_type: {theirs}", "terms.kl_type", (ours,))
-        for theirs, ours in {"kl": "k1", "k1": "k1", "k2": "k2", "k3": "low_var_kl"}.items()
-    ),
     *(
         (verl, f"{where.format(f'policy_loss: {{loss_mode: {mode}}}, {VERL_CLIP}')}", f"objective {CLIP}", wanted)
         for where in ("{}", "actor_rollout_ref: {{actor: {{{}}}}}")
@@ -160,7 +133,6 @@ REJECTION: list[tuple[Read, str, list[tuple[Any, ...]]]] = [
     (slime, f"{SLIME_RS}, rs_lower_bound: '0.1', rs_upper_bound: '5'", [("sequence_sum", "ratio", 0.1, 5.0)]),
     (slime, f"{SLIME_RS}, rs_lower_bound: 0", [("sequence_sum", "ratio", 0.0, 3.0)]),
     (slime, "use_rs: true, rs_level: geometric, rs_upper_bound: 2", [("sequence_mean", "ratio", 0.5, 2.0)]),
-    (slime, "use_opsm: true", [("sequence_mean", "k1", math.exp(-1e-4), math.inf, "negative")]),
     (slime, "use_tis: true, tis_mode: truncate, rs_veto_threshold: 1e-4", []),
     *(
         (verl, f"rollout_rs: {scope}_{kind}, rollout_rs_threshold: {limit}", [(aggregate, kind, None, 0.01)])
@@ -193,7 +165,7 @@ def test_a_host_s_rejection_means(read: Read, settings: str, expected: list[tupl
 
 
 @pytest.mark.parametrize("option", ["token_k1", "seq_sum_k1", "seq_mean_k1"])
-@pytest.mark.parametrize("threshold", ["0.5_5.0", "0.5_2.0", "0.999_1.001", "0.6_1.6", "1.7", "0.25_inf"])
+@pytest.mark.parametrize("threshold", ["0.5_5.0", "0.5_2.0", "0.999_1.001", "1.7", "0.25_inf", "0.0_2.0"])
 def test_verl_k1_bounds_keep_what_they_accept(option: str, threshold: str) -> None:
     """verl keeps log lo ≤ −x ≤ log hi, x the aggregated log ρ; the converted bounds on ρ keep the same x."""
     config, notes = made(verl, f"rollout_rs: {option}, rollout_rs_threshold: {threshold}")
@@ -203,9 +175,9 @@ def test_verl_k1_bounds_keep_what_they_accept(option: str, threshold: str) -> No
     for step in range(-800, 801):
         x = (step / 200) ** 3 / 20 + 1e-5  # densest around 0, away from every bound by more than rounding
         ours = (low is None or low <= x) and (high is None or x <= high)
-        assert (math.log(lower) <= -x <= math.log(upper)) == ours, x
+        assert ((not lower or math.log(lower) <= -x) and -x <= math.log(upper)) == ours, x
     converted = [note for note in notes if f"{option} bounds 1/ρ in verl" in note]
-    assert len(converted) == (threshold in ("0.5_5.0", "0.999_1.001", "0.6_1.6", "0.25_inf"))
+    assert len(converted) == (threshold in ("0.5_5.0", "0.999_1.001", "0.25_inf", "0.0_2.0"))
 
 
 PLAIN = "algorithm 3 without weights and without rejection is plain REINFORCE: nothing corrects the mismatch."
@@ -215,35 +187,23 @@ MASKED = "tis_batch_normalize in mode mask: the mean runs over"
 NOTED: list[tuple[Read, str, list[str]]] = [
     (slime, MIS, ["tis.lower_bound 0.5 bounds no weight under tis.mode truncate"]),
     (slime, "use_tis: true, tis_mode: clip, tis_clip: 3.0", ["tis_clip 3.0 changes nothing next to mis.yaml's"]),
-    (slime, "use_tis: true, tis_mode: clip, tis_clip: 2.0", []),
-    (slime, "tis_clip_low: 0.5", ["tis_clip_low 0.5 changes nothing without use_tis"]),
     (slime, "tis_mode: clip", ["tis.mode clip changes no weight without use_tis"]),
-    (slime, "kl_loss_coef: 0.1", ["kl_loss_coef 0.1 changes nothing without use_kl_loss"]),
     (slime, "use_tis: true, rs_level: geometric", ["rs_level geometric changes nothing without use_rs"]),
     (slime, "use_tis: true, rs_upper_bound: 3", ["rs_upper_bound 3 changes nothing without use_rs"]),
     (slime, "use_tis: true, rs_veto_threshold: 1e-4", ["rs_veto_threshold 1e-4 changes nothing without use_rs, in"]),
     (slime, "use_tis: true, use_rs: true, rs_veto_threshold: 1e-4", []),
-    (slime, "use_rs: true, rs_upper_bound: 2", ["use_rs without use_tis rejects here, as slime's page says: sl"]),
-    (slime, "use_tis: true, use_rollout_logprobs: true, tis_level: sequence, eps_clip_c: 3", ["ppo.dual_clip 3 "]),
+    (slime, "use_rs: true, rs_upper_bound: 2", ["use_rs without use_tis rejects here, as slime's page says"]),
     (slime, "use_tis: true, tis_mode: mask, tis_batch_normalize: true", [MASKED]),
     (slime, "use_tis: true, tis_mode: mask, tis_batch_normalize: false", []),
-    (slime, "use_opsm: true", ["use_opsm judges π_θ against π_rollout"]),
-    (slime, "use_opsm: true, use_rollout_logprobs: true", []),
     (verl, "loss_type: reinforce", ["loss_type reinforce changes nothing without bypass_mode"]),
     (verl, "rollout_is_threshold: 5.0", ["rollout_is_threshold 5.0 bounds nothing where rollout_is is null"]),
     (verl, f"{VERL_RS}, rollout_is_threshold: 5.0", []),
     (verl, f"{VERL_RS}, rollout_is_threshold: 5.0, rollout_rs_threshold: 3", ["rollout_is_threshold 5.0 bounds"]),
-    (verl, "rollout_rs_threshold: 3.0", ["rollout_rs_threshold 3.0 changes nothing where rollout_rs is null"]),
-    (verl, "rollout_rs_threshold_lower: 0.3", ["rollout_rs_threshold_lower 0.3 changes nothing"]),
-    (verl, "rollout_is: sequence, bypass_mode: true", ["rollout_is sequence weights no", "tis.level sequence ch"]),
-    (verl, "use_kl_loss: false, kl_loss_coef: 0.1", ["kl_loss_coef 0.1 changes nothing where use_kl_loss is"]),
-    (verl, "use_kl_loss: false, kl_loss_coef: 0.001", []),
-    (verl, "loss_scale_factor: 100", ["loss_scale_factor 100 changes nothing without loss_agg_mode"]),
+    (verl, "rollout_rs_threshold: 3.0", ["rollout_rs_threshold changes nothing where rollout_rs is null"]),
+    (verl, "rollout_is: sequence, bypass_mode: true", ["rollout_is sequence weights no loss", "tis.level sequence"]),
     (verl, f"rollout_is: token, rollout_is_threshold: 0.5_5.0, {VERL_RS}", ["an IcePop threshold keeps"]),
     (verl, f"rollout_is: token, {VERL_RS}", []),
     (verl, "bypass_mode: true, loss_mode: gspo", ["loss_mode gspo changes nothing in bypass mode"]),
-    (verl, "bypass_mode: true, loss_mode: vanilla", []),
-    (verl, "loss_mode: sapo, loss_agg_mode: token-mean", ["loss_agg_mode token-mean changes nothing under loss_mode"]),
     (verl, GRADIENT, [PLAIN]),
     (verl, f"{GRADIENT}, rollout_is: sequence", []),
     (verl, f"{GRADIENT}, rollout_token_veto_threshold: 1e-4", []),
@@ -263,33 +223,27 @@ def test_what_has_no_effect_is_accepted_and_said(read: Read, settings: str, star
 REFUSED: list[tuple[Read, str, str]] = [
     (slime, "tis_levl: token", "slime key 'tis_levl' is unknown: did you mean tis_level"),
     (slime, "use_tis: true, tis_level: none", "tis.level none is REINFORCE with rejection only"),
-    (slime, "use_tis: true, tis_upper_bound: 0.5_2.0", "tis_upper_bound is '0.5_2.0', which is not a number"),
-    (slime, "use_tis: true, tis_upper_bound: 0", "tis.upper_bound is 0.0: it should be greater"),
+    (slime, "use_tis: true, tis_upper_bound: 0.5_2.0", "upper_bound is '0.5_2.0', which is not a number"),
+    (slime, "use_tis: true, tis_upper_bound: 0", "tis.upper_bound is 0: it should be greater"),
     (slime, "use_tis: true, use_rs: true, rs_level: tokn", "rs_level 'tokn' is unknown: did you mean token"),
     (slime, "use_tis: maybe", "use_tis is 'maybe': write true or false"),
-    (slime, "use_opsm: true, use_rs: true", "the veto π_old: give --rs-policy current"),
-    (slime, "use_unbiased_kl: true, use_kl_loss: true, kl_loss_coef: 0.1", "use_unbiased_kl is no setting here"),
     (verl, "rollout_iss: token", "verl key 'rollout_iss' is unknown: did you mean rollout_is"),
     (verl, "algorithm: {rollout_corection: {}}", "verl's section algorithm has no block rollout_correction"),
-    (verl, "rollout_correction: token", "verl's rollout_correction is 'token', not a mapping"),
     (verl, "rollout_is: tokens", "rollout_is 'tokens' is unknown: did you mean token"),
     (verl, "rollout_is: token, rollout_is_threshold: a_b", "rollout_is_threshold is 'a', which is not"),
     (verl, "rollout_is: token, rollout_is_threshold: '3_2'", "tis.lower_bound 3 is above tis.upper_bound 2"),
-    (verl, "use_policy_gradient: true", "use_policy_gradient=True requires bypass_mode=True"),
+    (verl, "use_policy_gradient: true", "requires bypass_mode=True"),
     (verl, "bypass_mode: true, bypass_old_logprob_for_rollout: false", "two spellings of one switch"),
     (verl, "bypass_mode: true, use_policy_gradient: true, loss_type: ppo_clip", "contradicts loss_type"),
     (verl, "loss_type: vanilla", "loss_type 'vanilla' is unknown: there is ppo_clip, reinforce"),
     (verl, "rollout_rs: seq_max_k1, rollout_rs_threshold: 2", "option of rollout_rs 'seq_max_k1' is unknown"),
-    (verl, "rollout_rs: seq_mean_k3", "rollout_rs seq_mean_k3 needs rollout_rs_threshold"),
-    (verl, "rollout_rs: seq_mean_k3, rollout_rs_threshold: 0.1_0.2", "'0.1_0.2' has two bounds"),
-    (verl, "rollout_rs: token_k1, rollout_rs_threshold: '0_2'", "has a bound that is not positive"),
+    (verl, "rollout_rs: seq_mean_k3", "rollout_rs seq_mean_k3 needs one number as rollout_rs_threshold"),
+    (verl, "rollout_rs: seq_mean_k3, rollout_rs_threshold: 0.1_0.2", "seq_mean_k3 needs one number"),
+    (verl, "rollout_rs: token_k1, rollout_rs_threshold: '0.5_0'", "has lower bound inf above upper bound 2"),
     (verl, "rollout_rs: token_k1, rollout_rs_threshold: '3_2'", "lower bound 0.5 above upper bound 0.333333"),
     (verl, "rollout_rs: 'token_k1,token_k2,token_k3', rollout_rs_threshold: '1,2'", "2 thresholds for 3"),
-    (verl, "rollout_rs: token_k1, rollout_rs_threshold: 2.0, rollout_rs_threshold_lower: 0.5", "does not go with"),
+    (verl, "rollout_rs: seq_max_k2, rollout_rs_threshold: 2.0, rollout_rs_threshold_lower: 0.5", "needs one number"),
     (verl, "rollout_rs: 'token,token_k1'", "rs.criteria names the same criterion twice"),
-    (verl, "loss_agg_mode: seq-mean-token-sum-norm", "give loss_scale_factor"),
-    (verl, "loss_agg_mode: sample-mean", "aggregation is 'sample-mean': it should be 'token-mean'"),
-    (verl, "kl_loss_coef: 0.1, kl_loss_type: abs", "kl_loss_type 'abs' is unknown"),
     (verl, "loss_mode: dppo_tv", "dppo_tv is no setting here; next to it comes preset dppo_tv with by"),
     (verl, "policy_loss: {loss_mode: clip_cov}", "comes objective ppo: verl's takes tokens out at random"),
     (verl, "loss_mode: gsop", "loss_mode 'gsop' is unknown: did you mean gspo"),
@@ -308,3 +262,15 @@ REFUSED: list[tuple[Read, str, str]] = [
 def test_a_host_s_mistakes_are_refused(read: Read, settings: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         made(read, settings)
+
+
+def test_slime_s_sequence_masking_is_a_criterion_beside_the_others() -> None:
+    assert (
+        mp.MismatchConfig.build(with_opsm({"use_rollout_log_probs": False}, 0.1)).rs == mp.preset("opsm", delta=0.1).rs
+    )
+    others: dict[str, Any] = {"use_rollout_log_probs": True, "rs": {"criteria": ["token:k2:1"]}}
+    assert [each.name for each in mp.MismatchConfig.build(with_opsm(others, 0.1)).criteria] == [
+        "token_k2", "sequence_mean_ratio_negative"
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="give --rs-policy current"):
+        with_opsm({**others, "use_rollout_log_probs": False}, 0.1)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import mismatch_plugin as mp
-from mismatch_plugin.config.documents import MAX_VALUES, read_file, read_mapping
+from mismatch_plugin.config.documents import read_mapping
 from tests.config.reading import noted
 
 
@@ -23,14 +23,10 @@ def write(folder: Path, text: str, name: str = "mismatch.yaml") -> Path:
 
 MEANINGS: list[tuple[str, dict[str, Any]]] = [
     ("# nothing\n", {}),
-    ("c: &on true\nb: *on", {"c": True, "b": True}),
-    ("a: {<<: {x: 1, y: 3}, y: 4}", {"a": {"x": 1, "y": 4}}),  # what is written out wins
-    ("a: &a {x: 1, y: 1}\nc: {<<: [*a, {y: 2}]}", {"a": {"x": 1, "y": 1}, "c": {"x": 1, "y": 1}}),  # the earlier wins
-    ("a: &a {x: 1}\nb: &b {<<: *a, x: 2}\nc: {<<: *b}", {"a": {"x": 1}, "b": {"x": 2}, "c": {"x": 2}}),
     # numbers are those of YAML 1.2; 1.1 reads 1:30 as 90, 010 as 8, 1_000 as 1000, 0x10 as 16, and 1e-4 as text
     ("a: [1:30, 1_000, 0x10, 1:2.5]", {"a": ["1:30", "1_000", "0x10", "1:2.5"]}),
     ("a: [010, -7, +3, 0]", {"a": [10, -7, 3, 0]}),
-    ("a: [1e-4, 1.5, .5, 1., -2E3, .inf, -.INF]", {"a": [1e-4, 1.5, 0.5, 1.0, -2000.0, math.inf, -math.inf]}),
+    ("a: [1e-4, 1.5, .5, 1., -2E3, .inf, -Infinity]", {"a": [1e-4, 1.5, 0.5, 1.0, -2000.0, math.inf, -math.inf]}),
 ]  # fmt: skip
 
 
@@ -80,39 +76,25 @@ def test_a_preset_s_criteria_are_replaced_and_its_veto_stays(tmp_path: Path) -> 
 
 def test_a_setting_of_the_file_is_named_as_a_field_beside_flags(tmp_path: Path) -> None:
     words = ["--mismatch-config", str(write(tmp_path, "tis: {mode: clip}")), "--mismatch-metrics", "full"]
-    with pytest.raises(ValueError, match=r"^tis\.mode clip changes no weight without use_tis: add use_tis, or leave"):
+    with pytest.raises(ValueError, match=r"^tis\.mode clip changes no weight without use_tis"):
         mp.MismatchConfig.from_words(words)
 
 
 # What is no configuration ---------------------------------------------------------------------------------------------
 
-BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
-    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
-)
-MANY = f"more than {MAX_VALUES} keys and values, each alias .* counted in full"
 REFUSED = {
     "a list": ("- use_tis", "holds a list, not a mapping of settings"),
-    "half a list": ("use_tis: [", "is not valid YAML or JSON"),
-    "slime's form": ("tis_mode: clip", r"is in slime's form: read it with mismatch_plugin.compat.from_slime"),
-    "slime's switch": ("use_rs: true", "is in slime's form"),
-    "verl's form": ("rollout_is: token", "is in verl's form: read it with mismatch_plugin.compat.from_verl"),
-    "verl's tree": ("algorithm: {rollout_correction: {}}", "is in verl's form"),
+    "half a list": ("use_tis: [", "cannot be read as YAML or JSON"),
+    "slime's form": ("tis_mode: clip", "setting 'tis_mode' is unknown: did you mean tis.mode"),
     "a preset": ("preset: tokn_is", "preset 'tokn_is' is unknown"),
     "a number": ("use_tis: true\ntis: {upper_bound: 1:30}", "upper_bound is '1:30', which is not a number"),
     "a key twice": ("tis: {mode: clip, mode: mask}", "'mode' is there twice: keep one of them"),
     "a section twice": ("tis:\n  mode: clip\nrs: {}\ntis: {}\n", "'tis' is there twice"),
-    "two merges": ("tis: {<<: {mode: clip}, <<: {level: turn}}", "is there twice"),
-    "a quoted key twice": ("{use_tis: true, 'use_tis': true}", "'use_tis' is there twice"),
-    "aliases of aliases": (BOMB, MANY),
-    "a loop": ("tis: &a [*a]", MANY),
-    "brackets": ("tis: " + "[" * 2_000, "nested too deeply"),
+    "an alias": ("tis: &a {x: [*a]}", r"it has an alias \(\*\): write out"),
     "too large": ("use_tis: true\n" + "#" * (1 << 20), "is larger than 1 MiB"),
-    "a list as key": ("? [a]\n: 1", "unhashable key"),
     "code": ("x: !!python/object/apply:os.system ['true']", "could not determine a constructor"),
-    "JSON brackets": ('{"tis": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
+    "JSON brackets": ('{"tis": ' + "[" * 100_000 + "]" * 100_000 + "}", "cannot be read as YAML or JSON"),
     "JSON digits": ('{"tis": {"upper_bound": 1' + "0" * 400 + "}}", "upper_bound"),
-    "JSON text": ('{"tis": {"upper_bound": "1' + "0" * 5000 + 'x"}}', "is '1000.*… *, which is not a number"),
-    "JSON faults": ("{" + ", ".join(f'"key{i}": 1' for i in range(5000)) + "}", "There are 4990 more faults"),
     "JSON key twice": ('{"use_tis": true, "use_tis": false}', "'use_tis' is there twice"),
 }  # fmt: skip
 
@@ -121,9 +103,8 @@ REFUSED = {
 def test_what_is_no_configuration_ends_in_a_sentence(name: str, tmp_path: Path) -> None:
     text, reason = REFUSED[name]
     path = write(tmp_path, text, "mismatch.json" if "JSON" in name else "mismatch.yaml")
-    with pytest.raises(ValueError, match=reason) as error:
+    with pytest.raises(ValueError, match=reason):
         noted(mp.MismatchConfig.from_file, path)
-    assert len(str(error.value)) < 10_000
 
 
 def test_what_is_no_text_file_is_named_and_not_read(tmp_path: Path) -> None:
@@ -132,10 +113,9 @@ def test_what_is_no_text_file_is_named_and_not_read(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     binary.write_bytes(b"\xff\xfe\x00")
     for path, reason in {
-        Path("/dev/zero"): "is a device, not a regular file: save what it holds in a file",
-        pipe: "is a pipe, not a regular file: save what it holds in a file",
-        binary: "is not valid YAML or JSON: .*can't decode",
-        tmp_path: "does not exist: check the path given",
+        Path("/dev/zero"): "is a device, not a regular file",
+        pipe: "is a pipe, not a regular file",
+        binary: "can't decode",
     }.items():
-        with pytest.raises(ValueError, match=f"{path} {reason}"):
-            read_file(path)
+        with pytest.raises(ValueError, match=f"configuration file {path} cannot be read .*{reason}"):
+            read_mapping(path)

@@ -95,11 +95,11 @@ def test_an_empty_preset_or_file_is_refused(flag: str) -> None:
         mp.MismatchConfig.from_args(parser_of().parse_args([flag, ""]))
 
 
-@pytest.mark.parametrize("given", [{"use_tis": True}, ["--use-tis"], None], ids=repr)
-def test_what_is_no_namespace_is_refused(given: Any) -> None:
+def test_what_is_no_namespace_is_refused() -> None:
     """Nothing would be found in it, and the run would go uncorrected."""
-    with pytest.raises(TypeError, match=f"not a {type(given).__name__}: pass the Namespace itself"):
-        mp.MismatchConfig.from_args(given)
+    for given in ({"use_tis": True}, ["--use-tis"], None):
+        with pytest.raises(TypeError):
+            mp.MismatchConfig.from_args(given)  # type: ignore[arg-type]
 
 
 # A parser that has flags already --------------------------------------------------------------------------------------

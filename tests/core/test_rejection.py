@@ -195,7 +195,7 @@ def test_what_a_budget_reads(budget: str) -> None:
         ("token:k2:0.1:1:share=0.1", "raises the upper bound alone: leave the lower one out"),
         ("token:k2:1:mean=0.1@negative", "counts all units: leave the condition out"),
         ("token:k2:1:shares=0.1", "'shares' is unknown: did you mean share"),
-        ("token:k2:1:share=25", "is 25: give one between 0 and 1 (0.25 for 25 %)"),
+        ("token:k2:1:share=25", "share is 25.0: it should be less than 1"),
         ("token:k2:1:mean=0", "should be greater than 0"),
         ("token:k2:share=0.1", "has no upper bound"),
     ],

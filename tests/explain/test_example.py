@@ -1,4 +1,4 @@
-"""`explain`: the worked example, every cell by hand; the account of any flags; numbers of one's own, and refusals."""
+"""`explain`: the worked example, every cell by hand; the account of any flags."""
 
 from __future__ import annotations
 
@@ -6,26 +6,25 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 import mismatch_plugin as mp
 from mismatch_plugin.cli import app
 from mismatch_plugin.config.units import LEVELS
-from mismatch_plugin.explain.account import Account, account
+from mismatch_plugin.explain.account import PADDING, Account, account, account_tables
 from mismatch_plugin.explain.example import (
     KEPT,
     MODES,
-    PADDING,
     REJECTED,
-    explain_table,
-    loss_table,
-    rejection_table,
+    batch_for,
+    current_log_probs,
+    example_tables,
 )
-from mismatch_plugin.explain.numbers import read_numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 
-ROWS = {row[0]: row[1:] for table in (explain_table(), rejection_table(), loss_table()) for row in table.rows}
+ROWS = {row[0]: row[1:] for table in example_tables() for row in table.rows}
 
 
 def run(*arguments: str) -> Result:
@@ -79,22 +78,15 @@ def test_the_example_by_hand(label: str) -> None:
     assert " ".join(marks.get(cell, cell.replace(" ", "")) for cell in ROWS[label]) == GOLDEN[label]
 
 
-def test_it_covers_every_mode_level_and_objective_and_can_be_narrowed() -> None:
+def test_it_covers_every_mode_and_level() -> None:
     assert {f"{level}: {mode}" for level in LEVELS for mode in MODES} <= set(ROWS)
-    table = explain_table(["mask"], ["sequence"])
-    assert [row[0] for row in table.rows] == ["π_rollout", "π_train", "sequence: ratio", "sequence: mask"]
-    assert any(REJECTED in note for note in table.notes)
-    assert not any("clip" in note or "geometric" in note for note in table.notes)
-    assert "sequence: mask" in run("--mode", "mask", "--level", "sequence").output
-    assert "did you mean mask" in run("--mode", "msk").stderr
 
 
 FLAGS = [
     ("--use-tis", "C1     −0.7985  2.25    1   yes   −1.2       −0.48  0"),
     ("--rs-criterion token:tv:0.25@away --rs-policy current --mismatch-dry-run", "token_tv_away"),
-    ("--use-tis --mismatch-gate-kl 0.01", "training stops here"),
     ("--mismatch-objective gspo", "0.9997 to 1.0004"),
-    ("--mismatch-objective cispo", "−clip(r) A log π_θ"),
+    ("--mismatch-objective sapo", "τ 1 where A > 0, else 1.05"),
     ("--use-tis --use-rollout-log-probs", "note: "),  # biased at token level
     ("--use-tis --markdown", "| B2 |"),
 ]
@@ -107,30 +99,44 @@ def test_any_flags_have_a_worked_example(flags: str, said: str) -> None:
     assert flags != "--use-tis" or max(map(len, result.output.splitlines())) <= 80
 
 
-# Numbers of one's own -------------------------------------------------------------------------------------------------
+def test_settings_that_cannot_be_are_refused_in_one_sentence() -> None:
+    for line, said in (("--tis-mode mask", "without --use-tis"), ("--no-such-flag", "--no-such-flag")):
+        result = run(*line.split())
+        assert result.exit_code == 2 and result.stderr.startswith("cannot explain: ") and said in result.stderr
+        assert result.stdout == "" and result.stderr.count("\n") == 1
+
+
+# The account ----------------------------------------------------------------------------------------------------------
 
 NUMBERS = {
-    "train": "-1.2,-0.3; -0.7,-0.2,-0.1",
-    "rollout": "-1.0,-0.4; -2.3,-0.1,-0.1",
-    "mask": "1,1;1,0,1",
-    "advantages": "1; -1",
+    "train": [[-1.2, -0.3], [-0.7, -0.2, -0.1]],
+    "rollout_log_probs": [[-1.0, -0.4], [-2.3, -0.1, -0.1]],
+    "loss_masks": [[1, 1], [1, 0, 1]],
+    "advantages": (1.0, -1.0),
 }
 L = (-0.2, 0.1, 1.6, 0.0)
 RHO = [math.exp(value) for value in L]
 
 
-def told(flags: str = "", trainer_version: int | None = None, **given: str) -> Account:
-    texts = {name: [text] for name, text in (NUMBERS | given).items()}
-    return account(read_numbers(texts, trainer_version), mp.MismatchConfig.from_words(flags.split()))
+def told(flags: str = "", **given: Any) -> Account:
+    """Of these numbers; π_old is π_θ where it is not given, as in a first step."""
+    fields: dict[str, Any] = NUMBERS | given
+    train = fields.pop("train")
+    fields = {"old_log_probs": train, "loss_masks": [[1] * len(row) for row in train]} | fields
+    packed = mp.PackedSequences.from_lists(**fields)
+    log_probs = torch.tensor([value for row in train for value in row], dtype=torch.float64).requires_grad_()
+    return account(log_probs, packed, mp.MismatchConfig.from_words(flags.split()))
 
 
 def column(found: Account, name: str) -> list[Any]:
-    return [getattr(token, name) for token in found.tokens if token.trains]
+    """Of the tokens that train."""
+    values = found.rejected_by if name == "rejected_by" else found.columns[name].tolist()
+    trained = found.result.correction.tokens.mask.tolist()
+    return [value for value, trains in zip(values, trained, strict=True) if trains]
 
 
 def test_every_figure_of_the_account_by_hand() -> None:
     found = told("--use-tis --tis-level sequence --rs-veto-threshold 0.1 --rs-criterion token:k2:0.3")
-    assert [token.name for token in found.tokens] == ["A1", "A2", "B1", "B2", "B3"]
     weight, seq = math.exp(-0.1), [math.exp(-0.1)] * 2 + [math.exp(1.6)] * 2
     figures = {
         "log_ratio": L, "ratio": RHO, "unit_ratio": seq, "weight": [min(x, 2.0) for x in seq],
@@ -139,40 +145,38 @@ def test_every_figure_of_the_account_by_hand() -> None:
     }  # fmt: skip
     for name, values in figures.items():
         assert column(found, name) == pytest.approx(list(values)), name
-    assert column(found, "rejected_by") == [(), (), ("token_k2",), ()]  # 1.6² / 2 = 1.28
-    assert column(found, "kept") == [True, True, False, True] and column(found, "lower") == [None] * 4
-    assert found.sums.policy == pytest.approx(2.0 - 2 * weight) and found.sums.denominator == 3
-    assert found.sums.counted == "accepted tokens" and found.sums.loss == pytest.approx((2.0 - 2 * weight) / 3)
+    assert column(found, "rejected_by") == [[], [], ["token_k2"], []]  # 1.6² / 2 = 1.28
+    assert column(found, "kept") == [1, 1, 0, 1] and "lower" not in found.columns
     flags = "--use-tis --use-rollout-log-probs --tis-mode mask --tis-upper-bound 3 --mismatch-denominator original"
-    found = told(flags, old="-9,-9;-9,-9,-9")
-    assert (found.algorithm, found.level, found.sums.counted, found.sums.denominator) == (3, "token", "tokens", 4)
-    assert column(found, "rejected_by") == [(), (), ("mask mode",), ()]
+    found = told(flags, old_log_probs=[[-9, -9], [-9, -9, -9]])
+    assert column(found, "rejected_by") == [[], [], ["mask mode"], []]
     assert column(found, "objective") == pytest.approx([1.2, 0.3, -0.7, -0.1])  # −A log π_θ
     assert column(found, "gradient") == pytest.approx([-RHO[0] / 4, -RHO[1] / 4, 0.0, 0.25])
     assert column(found, "lower") == pytest.approx([1 / 3] * 4)
 
 
-MOVED = {"train": "-1;-1;-3", "rollout": "-2;-2;-1", "old": "-2;-1;-1", "mask": "1", "advantages": "1;-1;-1"}
+MOVED = {
+    "train": [[-1], [-1], [-3]], "rollout_log_probs": [[-2], [-2], [-1]], "old_log_probs": [[-2], [-1], [-1]],
+    "loss_masks": [[1], [1], [1]], "advantages": (1, -1, -1),
+}  # fmt: skip
+GROWN = {
+    "train": [[-1.2, -0.3, -0.5, -2], [-1]], "rollout_log_probs": [[-1, -1, -0.8, -1], [-1.01]],
+    "loss_masks": [[1, 0, 1, 1], [1]],
+}  # fmt: skip
 ACCOUNTS: list[tuple[str, dict[str, Any], str, list[Any]]] = [
-    # r = e^−0.7 and e^1.6 lie outside 1 ± 0.2 on the side that is clipped where A < 0, and A > 0
-    ("", MOVED | {"train": "-1.2;-0.7;-1", "old": "-0.5;-2.3;-1", "advantages": "-1;1;1"}, "gradient", [0, 0, -1 / 3]),
-    ("--mismatch-objective gspo", {"old": "-1.1,-0.5;-0.7,-0.2,-0.1"}, "objective_ratio",
+    ("--mismatch-objective gspo", {"old_log_probs": [[-1.1, -0.5], [-0.7, -0.2, -0.1]]}, "r",
      [math.exp(0.05)] * 2 + [1, 1]),
-    ("--mismatch-kl-coef 0.5 --mismatch-kl-type k2", {"ref": "-1.0,-0.3;-0.7,0,-0.1"}, "gradient",
+    ("--mismatch-kl-coef 0.5 --mismatch-kl-type k2", {"ref_log_probs": [[-1.0, -0.3], [-0.7, 0, -0.1]]}, "gradient",
      [-0.25 - 0.5 * 0.2 / 4, -0.25, 0.25, 0.25]),
     ("--use-tis --tis-batch-normalize", {}, "weight", [x * 4 / (sum(RHO) - RHO[2] + 2) for x in (*RHO[:2], 2.0, 1.0)]),
-    ("--use-tis --rs-criterion token:k2:0.3 --mismatch-dry-run", {}, "rejected_by", [(), (), ("token_k2",), ()]),
-    ("--use-tis --rollout-log-prob-policy drop-token", {"rollout": "-1.0,None;-2.3,-0.1,-0.1"}, "rejected_by",
-     [(), ("invalid log-prob",), (), ()]),
+    ("--use-tis --rs-criterion token:k2:0.3 --mismatch-dry-run", {}, "rejected_by", [[], [], ["token_k2"], []]),
     # π_old: l = 0, 1, 0; π_θ: 1, 1, −2
-    ("--rs-criterion token:k2:0.4", MOVED, "kept", [True, False, True]),
-    ("--rs-criterion token:k2:0.4@away --rs-policy current", MOVED, "kept", [False, True, False]),
-    ("--rs-criterion token:k2:0.4@negative --rs-policy current", MOVED, "kept", [True, False, False]),
-    ("--rs-max-staleness 1", MOVED | {"versions": "3;5;4", "trainer_version": 5}, "rejected_by",
-     [("staleness",), (), ()]),
-    *((f"--use-tis --tis-level {level} --tis-upper-bound 1.05 --tis-bound-growth 0.5",
-       {"train": "-1.2,-0.3,-0.5,-2;-1", "rollout": "-1,-1,-0.8,-1;-1.01", "mask": "1,0,1,1;1", "advantages": "1"},
-       "upper", [1.05**n**0.5 for n in tokens])
+    ("--rs-criterion token:k2:0.4", MOVED, "kept", [1, 0, 1]),
+    ("--rs-criterion token:k2:0.4@away --rs-policy current", MOVED, "kept", [0, 1, 0]),
+    ("--rs-max-staleness 1", MOVED | {"weight_versions": [[3], [5], [4]], "trainer_version": 5}, "rejected_by",
+     [["staleness"], [], []]),
+    *((f"--use-tis --tis-level {level} --tis-upper-bound 1.05 --tis-bound-growth 0.5", GROWN, "upper",
+       [1.05**n**0.5 for n in tokens])
       for level, tokens in (("turn", (1, 2, 2, 1)), ("sequence", (3, 3, 3, 1)), ("prefix", (1, 2, 3, 1)))),
 ]  # fmt: skip
 
@@ -180,50 +184,15 @@ ACCOUNTS: list[tuple[str, dict[str, Any], str, list[Any]]] = [
 @pytest.mark.parametrize(("flags", "given", "name", "expected"), ACCOUNTS)
 def test_the_account_of_flags(flags: str, given: dict[str, Any], name: str, expected: list[Any]) -> None:
     found = column(told(flags, **given), name)
-    assert found == (expected if isinstance(expected[0], (bool, tuple)) else pytest.approx(expected))
+    assert found == (expected if name == "rejected_by" else pytest.approx(expected))
 
 
-OWN = [word for name, text in NUMBERS.items() for word in (f"--{name}", text)]
-REFUSED: list[tuple[list[str], str]] = [
-    *(([*OWN, f"--{name}", text], said) for name, text, said in (
-        ("rollout", "-1.0,-0.4", "--rollout has 3 sequences and --train 2 sequences"),
-        ("mask", "1", "--mask has 3 sequences and --train 2"),
-        ("versions", "1,1.5;1,1,1", "--versions holds a number that is not whole"),
-        ("ref", "1,-1;-1,-1,-1", "--ref is 1, above 0"),
-        ("mismatch-kl-coef", "0.1", "ref_log_probs is missing"),
-        ("rewards", "1,0", "--rewards and --advantages"),
-        ("groups", "1,0", "--groups is for --rewards"),
-        ("rs-max-staleness", "1", "--versions with --trainer-version: give --versions"),
-        ("trainer-version", "1", "--trainer-version is for --rs-max-staleness: give it, or leave"),
-        ("versions", "1,1;1,1,1", "--versions is for --rs-max-staleness"),
-        ("ref", "-1,-1;-1,-1,-1", "--ref is for --mismatch-kl-coef"),
-        ("entropy", "1,1;1,1,1", "--entropy is for --mismatch-entropy-coef"),
-        ("tis-level", "tokens", "--tis-level"),
-        ("tis-mode", "mask", "without --use-tis"),
-        ("mode", "mask", "--tis-mode"),
-    )),
-    *(([word for key, text in (NUMBERS | given).items() for word in (f"--{key}", text)], said) for given, said in (
-        ({"rollout": "-1.0,-0.4,-3;-1,-1,-1"}, "--rollout has 3 numbers in sequence A and --train 2: give one a token"),
-        ({"train": "0.5,-1;-1,-1,-1"}, "token 1 of sequence A in --train is 0.5, above 0"),
-        ({"train": "-1,nan;-1,-1,-1"}, "token 2 of sequence A in --train is nan"),
-        ({"train": "-1,two;-1,-1,-1"}, "token 2 of sequence A in --train is 'two', which is not a number"),
-        ({"train": "-1,-1;"}, "--train has no number in sequence B"),
-        ({"mask": "1,2;1,1,1"}, "loss_masks holds 2"),
-        ({"mask": "0"}, "--mask has no 1"),
-        ({"advantages": "inf"}, "advantages of sequence A is inf"),
-    )),
-    (["--train", "-1"], "--rollout is missing"),
-    ([*OWN, "--no-such-flag"], "--no-such-flag is no flag of this package"),
-    ([*OWN, "--mismatch-explain-only"], "leave it out"),
-    ([*OWN, "--use-tis", "--rollout", "-1.0,None;-2.3,-0.1,-0.1"], "--rollout has 4 sequences"),
-    (["--train", "-1;-1", "--rollout", "-1;-1", "--rewards", "1"], "--rewards has 1 number for 2 sequences"),
-    (["--use-tis", "--trainer-version", "3"], "--train is missing"),
-    (["--json"], "--json is for one setting"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("line", "said"), REFUSED, ids=[f"{n}" for n in range(len(REFUSED))])
-def test_what_does_not_fit_is_refused_in_one_sentence(line: list[str], said: str) -> None:
-    result = run(*line)
-    assert result.exit_code == 2 and said in result.stderr and result.stderr.startswith("cannot explain: ")
-    assert result.stdout == "" and result.stderr.count("\n") == 1 and "Traceback" not in result.stderr
+def test_its_tables_have_every_part_of_the_loss_and_groups_without_the_rejected() -> None:
+    flags = "--use-tis --rs-criterion sequence_mean:ratio:2 --rs-group exclude --mismatch-kl-coef 0.1"
+    config = mp.MismatchConfig.from_words(flags.split())
+    weights, losses, sums = account_tables(current_log_probs(), batch_for(config), config)
+    assert weights.headers == ("token", "log π_old", "log π_rollout", "l", "ρ", "upper", "weight")
+    assert losses.column("A") == ["0.7071", PADDING, *["0.7071"] * 2, *["0"] * 2, *["-0.7071".replace("-", "−")] * 2]
+    assert losses.column("rejected by")[4:6] == ["sequence_mean_ratio"] * 2
+    assert sums.column("") == ["policy", "kl", "loss"]
+    assert sums.column("divided by") == ["5 accepted tokens", "7 tokens", "–"]
