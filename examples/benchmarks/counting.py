@@ -17,9 +17,7 @@ _FREE = {
     "split_with_sizes", "unbind", "t", "transpose", "permute", "as_strided", "lift_fresh", "empty", "empty_like",
     "new_empty", "_reshape_alias", "empty_strided", "promote_types",
 }  # fmt: skip
-_COLLECTIVES = (
-    "allreduce_", "_allgather_base_", "allgather_", "_reduce_scatter_base_", "reduce_scatter_", "broadcast_", "alltoall_",
-)  # fmt: skip
+_COLLECTIVES = ("allreduce_", "_allgather_base_", "allgather_", "_reduce_scatter_base_", "broadcast_", "alltoall_")
 
 
 class OperationCounter(TorchDispatchMode):
