@@ -112,7 +112,7 @@ def test_a_micro_batch_that_start_was_not_given_is_refused_where_it_runs() -> No
     step, log_probs = Step(mp.MismatchConfig(metrics="full"), ParallelGroups()), batch(1).loss_mask.double() - 2.0
     step.start([batch(1), batch(1)])
     step.loss(log_probs, batch(1))
-    with pytest.raises(ValueError, match=r"is not among those that start was given: .*version_log_ratio"):
+    with pytest.raises(ValueError, match=r"cannot be merged: one has .*version_log_ratio"):
         step.loss(log_probs, batch(1).replace(weight_versions=None))
 
 
@@ -148,7 +148,7 @@ def test_other_units_are_named_where_they_are_summed_over() -> None:
             kinds[level, rank] = step_kind(config, [packed], has_loss=True)
     assert difference({0: {rank: kinds["sequence", rank] for rank in (0, 1)}}) == ""
     said = difference({0: {rank: kinds["turn", rank] for rank in (0, 1)}})
-    assert "rank 0 has 1 with 2 units, rank 1 has 1 with 3 units" in said
+    assert "rank 0 has 1 with 2 units in micro-batch 0, rank 1 has 1 with 3 units in micro-batch 0" in said
 
 
 # The step in one process ----------------------------------------------------------------------------------------------
@@ -196,6 +196,6 @@ def test_kept_ids_are_one_list_a_token_with_the_sampled_id() -> None:
     assert (mask.token_ids.tolist(), mask.offsets.tolist()) == ([3, 1, 7], [0, 2, 2, 3])
     check_kept_ids([[1, 2], [], [9]], [2, 5, 7], [1, 1, 0], "a")
     with pytest.raises(ValueError, match="kept_ids of sample a has 1 entries for 2 response tokens"):
-        check_kept_ids([[1]], [1, 2], None, "a")
+        check_kept_ids([[1]], [1, 2], [1, 1], "a")
     with pytest.raises(ValueError, match="kept_ids of sample a, position 2: the sampled id 7 is not among the 1 kept"):
-        check_kept_ids([[1, 2], [], [9]], [2, 5, 7], None, "a")
+        check_kept_ids([[1, 2], [], [9]], [2, 5, 7], [1, 1, 1], "a")
