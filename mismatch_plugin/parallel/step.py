@@ -24,7 +24,6 @@ from mismatch_plugin.core.weights import batch_factor
 from mismatch_plugin.parallel.agreement import NO_MICRO_BATCH, StepKind, settings_of, step_kind
 from mismatch_plugin.parallel.groups import ParallelGroups
 
-
 NOTHING_RAN = (1.0, 0.0, 0.0)
 """What `Step.finish` says of a step without tokens."""
 
@@ -158,8 +157,8 @@ class Step:
         return 1.0 if known is None else known
 
     def loss(self, log_probs: Tensor, packed: PackedSequences) -> PolicyLoss:
-        """`policy_loss` of one micro-batch, its statistics merged into the step's. Where `prepare` keeps its correction,
-        nothing of that is computed or reduced again."""
+        """`policy_loss` of one micro-batch, its statistics merged into the step's. A correction that `prepare` keeps is
+        not computed or reduced again."""
         _, correction = self._corrections.pop(_key(packed), (None, None))
         arguments = (packed.replace(invalid=()), self.config, self.groups, self.batch_factor)
         token = token_loss(log_probs, *arguments, correction=correction, thresholds=self.thresholds)

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mismatch_plugin as mp
+from examples.benchmarks.counting import OperationCounter
 from mismatch_plugin.core import host
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.step import Step
 from tests.distributed.agreement_worker import Grid
 from tests.distributed.agreement_worker import groups_of as grid_groups
 from tests.distributed.correction_cases import Layout, Settings, make
-from tests.distributed.log_probs_worker import CollectiveRecorder
 
 
 @dataclass(frozen=True)
@@ -202,8 +202,8 @@ class Call:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class CallRecorder(CollectiveRecorder):
-    """Records every `dist.all_reduce`, with `collectives` to show that no collective came another way."""
+class CallRecorder(OperationCounter):
+    """Records every `dist.all_reduce`, and shows that no collective came another way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,8 +223,8 @@ class CallRecorder(CollectiveRecorder):
     def __exit__(self, *error: Any) -> None:
         dist.all_reduce = self._all_reduce
         super().__exit__(*error)
-        found = [("allreduce_.default", call.bytes) for call in self.calls]
-        assert error[0] is not None or self.collectives == found, f"{self.collectives} instead of {found}"
+        found = [("allreduce", call.bytes) for call in self.calls]
+        assert error[0] is not None or self.sent == found, f"{self.sent} instead of {found}"
 
 
 def op_name(op: Any) -> str:
