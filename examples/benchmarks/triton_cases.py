@@ -55,6 +55,8 @@ def make(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Any
     logits = (torch.randn(ROWS, columns) * 3).to(dtype)
     targets, upstream = torch.randint(0, columns, (ROWS,)), torch.randn(2, ROWS)
     upstream[:, 0] = 0.0
+    if columns == 61:  # at the edges of the shards of `check_shards`
+        targets = torch.tensor([19, 20, 21, 51, 52, 0])
     options: dict[str, Any] = {"entropy": case.entropy}
     if "offset" in what:  # e^1e4 overflows. The temperature makes the unit 1, exact without a fused multiply-add too.
         logits, options["temperature"] = logits + 1e4, math.log2(math.e)

@@ -161,7 +161,7 @@ def check_rows(rows: Tensor | None, tokens: int, distinct: bool = True) -> None:
 
     Rows on a device are asserted there, as reading them would be a host sync: CUDA prints the message and ends.
     """
-    if rows is None or len(rows) == 0:
+    if rows is None:
         return
     position_R = torch.arange(len(rows), device=rows.device)
     inside_R = (rows >= 0) & (rows < tokens)

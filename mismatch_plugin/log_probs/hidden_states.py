@@ -209,7 +209,7 @@ def _add_product(total_VH: Tensor, gradient_CV: Tensor, hidden_CH: Tensor) -> No
     if total_VH.dtype == gradient_CV.dtype:
         total_VH.addmm_(gradient_CV.t(), hidden_CH)
         return
-    for begin in range(0, len(total_VH), size := max(1, _WEIGHT_BLOCK // max(1, total_VH.shape[1]))):
+    for begin in range(0, len(total_VH), size := max(1, _WEIGHT_BLOCK // total_VH.shape[1])):
         block, left = total_VH[begin : begin + size], gradient_CV[:, begin : begin + size].t()
         if gradient_CV.is_cuda and _MM_HAS_OUT_DTYPE:
             block += torch.mm(left, hidden_CH, out_dtype=total_VH.dtype)

@@ -86,14 +86,15 @@ class Step:
         self.agreed = True
 
     def prepare(self, micro_batches: Iterable[PackedSequences], fed_tokens: int = 0, reuse: bool = True) -> StepTotals:
-        """Totals of the step from its data, before any forward pass. What is kept and weights need π_old for it.
+        """Totals of the step from its data, before any forward pass. What is kept and weights need π_old for it, which
+        all micro-batches of all ranks have or none (as `start` sees to).
 
         fed_tokens: that this rank feeds to the model in all of them, prompts and padding included.
         reuse: corrections that are computed here, and need no more, are those of `loss`, where the same batches come
             (the same tensors, not written since: on all ranks of a context-parallel group, or on none).
 
         Collectives: the CP reductions of `correct` per micro-batch where π_old is there and weights are normalised over
-        the step or something may be rejected, one CP SUM of the masks otherwise; one SUM of seven floats over DP × CP.
+        the step or something may be rejected, one CP SUM of the masks otherwise; one SUM of six floats over DP × CP.
         """
         known, parts = not self.config.use_rollout_log_probs, list[Tensor]()
         for packed in micro_batches:
@@ -101,10 +102,8 @@ class Step:
             parts.append(self._sums(packed, known, reuse))
         if not parts:
             raise ValueError(NO_MICRO_BATCH)
-        # Known on every rank, or treated as unknown on every rank: the sixth float counts those that lack π_old.
-        sums = torch.cat([torch.stack(parts).sum(0), parts[0].new_tensor([float(not known), float(fed_tokens)])])
-        tokens, original, accepted, weight, units, unknown, fed = self.groups.sum_over_data(sums).unbind(0)
-        known = not bool(unknown)
+        sums = torch.cat([torch.stack(parts).sum(0), parts[0].new_tensor([float(fed_tokens)])])
+        tokens, original, accepted, weight, units, fed = self.groups.sum_over_data(sums).unbind(0)
         factor = batch_factor(weight, units)
         accepted_known = known and self.config.keep_known_before_step
         accepted_known = accepted_known or not self.config.rejects_by_log_probs or self.config.dry_run

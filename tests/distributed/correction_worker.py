@@ -31,7 +31,6 @@ class Case:
     settings: tuple[Settings, ...]
     changes: tuple[tuple[str, Any], ...] = ()  # of every configuration
     always_prepares: bool = True  # else where a hook must, and in every third other step
-    starts: bool = True  # False: as a host that sees no data before its loss
 
     def prepares(self, settings: Settings) -> bool:
         needed = settings.normalizes and settings.algorithm == 2
@@ -76,8 +75,7 @@ def run(case: Case) -> list[Part]:
         host.ENABLED = number % 2 == 0  # every other one goes the way of a device
         config = settings.config(**dict(case.changes))
         step = Step(config, groups)
-        if case.starts:
-            step.start([packed for packed, _ in local])
+        step.start([packed for packed, _ in local])
         known: list[float | None] = []
         if case.prepares(settings):
             totals = step.prepare(packed for packed, _ in local)
@@ -117,30 +115,6 @@ def _forward_backward(step: Step, log_probs: Tensor, packed: mp.PackedSequences)
     return tokens, sums
 
 
-def run_invalid(case: Case) -> list[dict[str, Any]]:
-    """Per settings, where invalid log-probs are an error: what `finish` counted, and what `metrics` then says."""
-    whole, groups = make(case.batch), groups_of(case.layout)
-    local = whole.micro_batches(case.layout, case.micro_batches, dist.get_rank())
-    rollout = torch.cat(whole.rows["rollout_log_probs"])
-    holds = any(not rollout[places].isfinite().all() for _, places in local)
-    outcomes = []
-    for settings in case.settings:
-        step = Step(settings.config(), groups)
-        step.start([packed for packed, _ in local])
-        step.prepare(packed for packed, _ in local)
-        for packed, places in local:
-            step.loss(whole.log_probs[places], packed)
-        statistics, verdict = step.finish()
-        assert statistics is not None
-        try:
-            statistics.metrics()
-            message = "nothing was raised"
-        except mp.InvalidLogProbError as error:
-            message = str(error)
-        outcomes.append({"holds": holds, "invalid": float(verdict[1]), "message": message})
-    return outcomes
-
-
 def run_budgets(case: Case) -> list[tuple[Tensor, list[Tensor], dict[str, float], list[str]]]:
     """Two steps on the same data, the second by the first one's thresholds: places and what is kept there, thresholds,
     collectives of the second."""
@@ -164,27 +138,6 @@ def run_budgets(case: Case) -> list[tuple[Tensor, list[Tensor], dict[str, float]
         places = torch.cat([places for _, places in local])
         outcomes.append((places, kept, bounds, [call.operation for call in calls]))
     host.ENABLED = True
-    return outcomes
-
-
-def run_different(case: Case) -> list[str]:
-    """What `finish` raises where rank 1 differs as the batch's name says, and nothing called `start`."""
-    groups, rank = groups_of(case.layout), dist.get_rank()
-    whole, outcomes = make("product"), []
-    for settings in case.settings:
-        changes = {"metrics": "basic" if rank == 1 and case.batch == "other metrics" else "full"}
-        step = Step(settings.config(**changes), groups)
-        for number, (packed, places) in enumerate(whole.micro_batches(case.layout, case.micro_batches, rank)):
-            if rank == 1 and case.batch == "no loss":
-                continue
-            if (rank == 1 and case.batch == "no versions") or (number and case.batch == "versions once"):
-                packed = packed.replace(weight_versions=None)
-            step.loss(whole.log_probs[places], packed)
-        try:
-            step.finish()
-            outcomes.append("")
-        except ValueError as error:
-            outcomes.append(str(error))
     return outcomes
 
 

@@ -41,6 +41,7 @@ def make(name: str) -> Inputs:
     logits = (torch.randn(tokens, COLUMNS, dtype=torch.float64) * 3).to(dtype)
     hidden, weight = torch.randn(tokens, HIDDEN).to(dtype) * 2, torch.randn(COLUMNS, HIDDEN).to(dtype)
     targets = torch.randint(0, COLUMNS, (tokens,))
+    targets[4:8] = torch.tensor([12, 13, 25, 26])[: len(targets[4:8])]  # the edges of shards
     upstream = torch.randn(2, tokens, dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
     upstream[:, :1] = 0.0
     inputs = Inputs(logits, hidden, weight, targets, upstream)

@@ -249,7 +249,7 @@ def test_missing_transformer_engine_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     logits, targets, _ = inputs(torch.float32)
     with pytest.raises(RuntimeError, match="install its CUDA part or use backend='torch'"):
-        vocab_parallel_log_probs(logits, targets, backend="transformer-engine")
+        vocab_parallel_log_probs(logits, targets, vocab_size=V, backend="transformer-engine")
 
 
 def test_rows_on_a_device_are_asserted_there(monkeypatch: pytest.MonkeyPatch):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,37 +17,15 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.config.values import merge
-from tests.distributed.correction_cases import (
-    BAD_POSITION,
-    BAD_SEQUENCE,
-    LAYOUTS,
-    PRODUCT,
-    Layout,
-    Outcome,
-    Settings,
-    make,
-    one_process,
-)
-from tests.distributed.correction_check import TOLERANCE, differences, together
-from tests.distributed.correction_worker import (
-    Call,
-    Case,
-    Part,
-    run,
-    run_budgets,
-    run_counted,
-    run_different,
-    run_invalid,
-)
+from tests.distributed.correction_cases import LAYOUTS, PRODUCT, Layout, Outcome, Settings, make, one_process
+from tests.distributed.correction_worker import Call, Case, Part, run, run_budgets, run_counted
 from tests.distributed.launch import launch
 from tests.full import FULL
 
 THIN = 1 if FULL else 3
 ODD = (
     "first_chunk",  # no response token on most ranks of a context-parallel group
-    "last_token",  # only the prompt on all ranks but one
     "untrained_replica",  # no response token on a whole replica
-    "rejected_replica",
     "rejected",  # everything everywhere
     "single",  # sequences of one token: the other ranks have none of it
     "empty",  # a micro-batch without sequences, on one replica or on all
@@ -65,10 +42,10 @@ BUDGETS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
 )
 
 
-def rules(spelled: Callable[[str], str] = str) -> tuple[tuple[str, mp.MismatchConfig], ...]:
+def rules() -> tuple[tuple[str, mp.MismatchConfig], ...]:
     """The budgets' settings under names of their own, as a case wants its changes."""
     return tuple(
-        (str(number), mp.MismatchConfig.model_validate(merge(given, {"rs": {"criteria": [*map(spelled, criteria)]}})))
+        (str(number), mp.MismatchConfig.model_validate(merge(given, {"rs": {"criteria": criteria}})))
         for number, (given, criteria) in enumerate(BUDGETS)
     )
 
@@ -82,32 +59,24 @@ def dealt(settings: Sequence[Settings], batch: str, count: int = 2, *changes: An
 
 def all_jobs() -> Iterator[tuple[str, Callable[[Case], Any], Case]]:
     """(name, what each rank does, case)."""
-    used = [settings for settings in SOME if settings.config().uses_rollout_values]
-    own_mean = [
-        replace(s, rotation=s.rotation * 3 + 1) for s in PRODUCT if s.normalizes and s.denominator == "accepted"
-    ]
+    own_mean = [settings for settings in PRODUCT if settings.normalizes][::THIN]
     known = tuple(settings for settings in PRODUCT[:: 5 * THIN] if settings.algorithm in (0, 2))
     for count in (1, 4):
         settings = PRODUCT if FULL else PRODUCT[count - 1 :: 2 * THIN]
         yield from (("product", run, case) for case in dealt(settings, "product", count, always_prepares=False))
     for number, batch in enumerate(ODD):
         yield from (("odd", run, case) for case in dealt(SOME[number % THIN :: THIN], batch))
-    yield from (("invalid", run_invalid, case) for case in dealt(used, "bad_token"))
     for number, policy in enumerate(("neutral", "drop-token", "drop-sequence")):
         change = ("rollout_log_prob_policy", policy)
         yield from (("policy", run, case) for case in dealt(SOME[number % THIN :: THIN], "bad_tokens", 2, change))
-    yield from (("own mean", run, case) for case in dealt(own_mean, "product", 2, ("scope", "micro_batch")))
+    cases = dealt(own_mean, "product", 1, ("scope", "micro_batch"))
+    yield from (("own mean", run, case) for case in cases if case.layout.dp == 1)
     for number, layout in enumerate((LAYOUTS[0], LAYOUTS[3])):
         yield "absent", run, Case("on_policy", layout, 2, known[number::2])
-        yield "absent", run, Case("mixed", layout, 2, known[number::2], starts=False)  # `start` refuses that
     tried = tuple(settings for settings in SOME if settings.rejects or settings.weighted)
     yield "dry run", run, Case("product", LAYOUTS[3], 2, tried[::THIN], (("dry_run", True),))
-    for layout in (LAYOUTS[0], LAYOUTS[2]):
-        batches = ("no versions", "versions once", *(("other metrics", "no loss") if layout.cp == 1 else ()))
-        yield from (("different", run_different, Case(batch, layout, 2, SOME[:1])) for batch in batches)
     for layout in LAYOUTS:
         yield "budgets", run_budgets, Case("product", layout, 3, (), rules())
-        yield "no budgets", run_budgets, Case("product", layout, 3, (), rules(lambda rule: rule.rpartition(":")[0]))
     for batch in COUNTED:
         yield from (("counted", run_counted, case) for case in dealt(PRODUCT[::23], batch))
 
@@ -139,6 +108,48 @@ def expected(batch: str, settings: Settings, changes: tuple[Any, ...] = ()) -> O
 
 
 # Equal to one process -------------------------------------------------------------------------------------------------
+
+TOLERANCE = 1e-12
+
+
+def together(parts: Sequence[Part]) -> Outcome:
+    """What the ranks of a step have, put back into the whole by position; each token lies on one rank."""
+    places = torch.cat([part.places for part in parts])
+    assert torch.equal(places.sort().values, torch.arange(places.numel())), "a token is missing, or is there twice"
+    tokens = torch.empty(4, places.numel(), dtype=torch.float64)
+    tokens[:, places] = torch.cat([part.tokens for part in parts], 1)
+    weights, keep, gradient, terms_gradient = tokens.unbind(0)
+    loss, terms, denominator, terms_denominator = (sum(values) for values in zip(*(p.sums for p in parts), strict=True))
+    factor = parts[0].factor
+    assert len({(part.factor, part.digest) for part in parts}) == 1, "the ranks differ in what a step shares"
+    divisor, terms_divisor = max(denominator, 1.0), max(terms_denominator, 1.0)
+    assert parts[0].metrics is not None
+    return Outcome(
+        loss / divisor / factor + terms / terms_divisor,
+        (int(denominator), int(terms_denominator)),
+        gradient / divisor / factor + terms_gradient / terms_divisor,
+        weights / factor,
+        keep,
+        parts[0].metrics,
+    )
+
+
+def differences(actual: Outcome, whole: Outcome) -> list[str]:
+    """Names of what is not equal."""
+    found = [] if math.isclose(actual.loss, whole.loss, rel_tol=TOLERANCE) else ["loss"]
+    found += [] if actual.denominators == whole.denominators else ["denominators"]
+    for name in ("gradient", "weights", "keep"):
+        one, other = getattr(actual, name), getattr(whole, name)
+        rounding = 1e-15 * float(other.abs().max()) if other.numel() else 0.0  # where two terms' gradients cancel
+        found += [] if torch.allclose(one, other, rtol=TOLERANCE, atol=rounding) else [name]
+    assert actual.metrics.keys() == whole.metrics.keys()
+    for name, value in whole.metrics.items():
+        # A deviation is the root of a difference: its square is what has digits, of those of the mean's square.
+        power = 2 if name.endswith("_std") else 1
+        size = max(1.0, whole.metrics.get(name.replace("_std", "_mean"), 0.0)) if power == 2 else 1.0
+        if not math.isclose(actual.metrics[name] ** power, value**power, rel_tol=TOLERANCE, abs_tol=1e-15 * size**2):
+            found.append(f"{name}: {actual.metrics[name]!r} instead of {value!r}")
+    return found
 
 
 def total_differences(parts: Sequence[Part], whole: Outcome) -> list[str]:
@@ -191,44 +202,23 @@ def test_odd_ranks_equal_one_process() -> None:
             assert actual.denominators[0] == (0 if settings.denominator == "accepted" else actual.denominators[1])
             assert parts[0].factor == 1.0 or settings.mode != "mask", "there is no weight to average"
     assert rejecting > 2
-    for batch in ("first_chunk", "last_token", "untrained_replica"):
+    for batch in ("first_chunk", "untrained_replica"):
         assert (True, False) in holds[batch], "some rank has tokens and none that trains"
     assert (False, False) in holds["single"] and (False, False) in holds["empty"]
     assert holds["nothing"] == {(False, False)}
 
 
-def by_micro_batch(layout: Layout, count: int, config: mp.MismatchConfig) -> Outcome:
-    """Each micro-batch in one process by itself, all of them added up."""
-    whole = make("product")
-    starts = [0, *torch.tensor(whole.lengths).cumsum(0).tolist()]
-    tokens, results = torch.full((3, starts[-1]), math.nan).double(), list[mp.PolicyLoss]()
-    for ids in [ids for replica in range(layout.dp) for ids in whole.ids(layout, count, replica)]:
-        places = torch.tensor([place for i in ids for place in range(starts[i], starts[i + 1])])
-        log_probs = whole.log_probs[places].requires_grad_()
-        result = mp.policy_loss(log_probs, whole.packed(ids), config)
-        (gradient,) = torch.autograd.grad(result.loss_sum, log_probs)
-        tokens[:, places] = torch.stack([gradient, result.correction.weights, result.correction.keep])
-        results.append(result)
-    statistics = results[0].statistics
-    for result in results[1:]:
-        statistics = statistics.merge(result.statistics)
-    gradient, weights, keep = tokens.unbind(0)
-    denominators = sum(int(r.denominator) for r in results), sum(int(r.terms_denominator) for r in results)
-    divisor, loss = max(denominators[0], 1), sum(float(result.loss_sum.detach()) for result in results)
-    return Outcome(loss / divisor, denominators, gradient / divisor, weights, keep, statistics.metrics())
-
-
 def test_normalisation_over_a_micro_batch() -> None:
-    """The mean runs over the micro-batch's whole sequences, on all context-parallel ranks, and over no other one."""
+    """The mean runs over the micro-batch's whole sequences, on all context-parallel ranks."""
     for case, parts in steps("own mean"):
-        config = parts[0].settings.config(scope="micro_batch")
         assert parts[0].factor == 1.0, "nothing is left to divide by at the end of the step"
-        assert not differences(together(parts), by_micro_batch(case.layout, 2, config)), (case, parts[0].settings)
+        found = differences(together(parts), expected("product", parts[0].settings, case.changes))
+        assert not found, (case, parts[0].settings, found)
 
 
 def test_old_log_probs_absent_and_dry_runs() -> None:
-    """The weights of algorithm 2 are known only after the step: on all ranks, though only some lack them (mixed). A dry
-    run changes neither the denominators known before the step nor the gradients after it."""
+    """The weights of algorithm 2 are known only after the step. A dry run changes neither the denominators known before
+    the step nor the gradients after it."""
     for case, parts in steps("absent"):
         settings, whole = parts[0].settings, expected(case.batch, parts[0].settings)
         assert not differences(together(parts), whole), f"{case}, {settings}"
@@ -245,24 +235,6 @@ def test_old_log_probs_absent_and_dry_runs() -> None:
         assert actual.denominators == (original, original) and tokens == actual.keep.sum()
 
 
-# Invalid log-probs, and ranks that differ -----------------------------------------------------------------------------
-
-
-def test_an_error_on_one_rank_is_raised_on_all() -> None:
-    """Catches a rank that raises alone and leaves the others in a collective, and one that would step regardless. The
-    position is that in the whole sequence, not in the part of it that the rank holds."""
-    for case, ranks in steps("invalid"):
-        assert [rank["holds"] for rank in ranks].count(True) == 1
-        assert [rank["invalid"] for rank in ranks] == [1.0] * case.layout.world_size
-        for rank in ranks:
-            if rank["holds"]:
-                assert f"sequence {BAD_SEQUENCE}, position {BAD_POSITION} " in rank["message"], case
-                assert "is missing or NaN (value nan, kind nan)" in rank["message"]
-            else:
-                assert "invalid log-probs on another rank: 1 of kind nan" in rank["message"]
-            assert "--rollout-log-prob-policy neutral, drop-token or drop-sequence" in rank["message"]
-
-
 def test_invalid_log_probs_under_every_policy() -> None:
     """A sequence is dropped on every rank that has a part of it, though only one of them sees the bad token."""
     for case, parts in steps("policy"):
@@ -275,20 +247,6 @@ def test_invalid_log_probs_under_every_policy() -> None:
         if ("rollout_log_prob_policy", "drop-sequence") in case.changes:
             kept = [row.any().item() for row in actual.keep.split(make("bad_tokens").lengths)]
             assert not any(kept[number] for number in (0, 2, 4, 5))
-
-
-def test_ranks_with_different_fields_or_settings_are_refused_on_all() -> None:
-    """Under a host that calls no `start`: vectors of different lengths in one all-reduce, a rank that raises alone.
-    Under CP some of it would make the loss itself wait: hence `start`."""
-    sentences = {
-        "no versions": "rank 0 has version_log_ratio, rank 1 has no version_log_ratio",
-        "versions once": "on rank 0: statistics cannot be merged: one has -version, version, ",
-        "other metrics": "rank 0 has metrics = 'full', rank 1 has metrics = 'basic'",
-        "no loss": "rank 1 ran no micro-batch in this step, other ranks did",
-    }
-    for case, ranks in results("different"):
-        for one, two in zip(*ranks, strict=True):
-            assert one == two and sentences[case.batch] in one, one
 
 
 # Collectives ----------------------------------------------------------------------------------------------------------
@@ -363,7 +321,7 @@ def _same_collectives(layout: Layout, settings: Settings, steps: list[tuple[int,
         assert counts["finish"] == [over_data("SUM", sums), over_data("MAX", extremes)]
         assert counts["again"] == ([[] for _ in losses] if reused else losses), "nothing is reduced twice"
         *before, total = counts["prepare"]
-        assert total == over_data("SUM", 7)
+        assert total == over_data("SUM", 6)
         if reused or not judged:
             assert before == [call for calls in (losses if reused else masks) for call in calls]
         else:  # as the loss, whose SUM has the columns of metrics and objective, too
@@ -382,11 +340,12 @@ def test_budgets_are_the_same_for_every_split() -> None:
             thresholds = result.statistics.thresholds()
         assert thresholds is not None
         assert not torch.equal(*keep), f"{config.rs} changes nothing in the second step"
-        for (case, of_budgets), (_, of_plain) in zip(results("budgets"), results("no budgets"), strict=True):
+        maxima = ["MAX"] * any(criterion.aggregate == "sequence_max" for criterion in config.rs.criteria)
+        for case, ranks in results("budgets"):
             found = [torch.zeros_like(each) for each in keep]
-            for rank, (places, kept, bounds, calls) in enumerate(each[number] for each in of_budgets):
+            for places, kept, bounds, calls in (each[number] for each in ranks):
                 for own, mine in zip(found, kept, strict=True):
                     own[places] = mine
                 assert bounds == {name: float(value) for name, value in thresholds.items()}, case.layout
-                assert calls == of_plain[rank][number][-1]
+                assert calls == (["SUM", *maxima] * 3 if case.layout.cp > 1 else []) + ["SUM", "MAX"]
             assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, keep, strict=True)), case.layout
