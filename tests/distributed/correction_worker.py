@@ -115,32 +115,6 @@ def _forward_backward(step: Step, log_probs: Tensor, packed: mp.PackedSequences)
     return tokens, sums
 
 
-def run_budgets(case: Case) -> list[tuple[Tensor, list[Tensor], dict[str, float], list[str]]]:
-    """Two steps on the same data, the second by the first one's thresholds: places and what is kept there, thresholds,
-    collectives of the second."""
-    whole, groups = make(case.batch), groups_of(case.layout)
-    local = whole.micro_batches(case.layout, case.micro_batches, dist.get_rank())
-    outcomes = []
-    for number, (_, settings) in enumerate(case.changes):
-        host.ENABLED = number % 2 == 0
-        step, kept, calls = Step(settings, groups), [], list[Call]()
-        for _ in range(2):
-            step.start([packed for packed, _ in local])
-            step.prepare(packed for packed, _ in local)
-            with CallRecorder() as recorder:
-                results = [step.loss(whole.log_probs[places], packed) for packed, places in local]
-                statistics, _ = step.finish()
-            assert statistics is not None
-            calls = recorder.calls
-            kept.append(torch.cat([result.correction.keep for result in results]))
-            step = Step(settings, groups, statistics.thresholds())
-        bounds = {name: float(value) for name, value in (step.thresholds or {}).items()}
-        places = torch.cat([places for _, places in local])
-        outcomes.append((places, kept, bounds, [call.operation for call in calls]))
-    host.ENABLED = True
-    return outcomes
-
-
 @dataclass(frozen=True)
 class Call:
     """One all-reduce: reduction, ranks it runs over, shape and type of its tensor."""
@@ -214,6 +188,5 @@ def run_counted(case: Case) -> list[dict[str, Any]]:
         counted = {"start": start.calls, "prepare": prepare.calls, "losses": losses, "again": again}
         counted |= {"backward": backward, "finish": finish.calls}
         counted["sequences"] = [len(packed.lengths) for packed, _ in local]
-        counted["turns"] = [sum(packed.unit_counts or ()) for packed, _ in local]
         counts.append(counted | {"state": (statistics.sums.numel(), statistics.maxima.numel())})
     return counts

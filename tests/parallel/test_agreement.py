@@ -152,9 +152,9 @@ class Chunk(torch.nn.Linear):
         self.scaled *= factor
 
 
-def begun(config: mp.MismatchConfig, rollout: float = -1.0, prepares: bool = False) -> Step:
+def begun(config: mp.MismatchConfig, rollout: float = -1.0, prepares: bool = False, thresholds: Any = None) -> Step:
     """A step of two micro-batches of one token each, ρ = e^.5 in the first."""
-    step = Step(config, ParallelGroups())
+    step = Step(config, ParallelGroups(), thresholds)
     rows = {"old_log_probs": [[-0.5]], "loss_masks": [[1]], "advantages": [1.0]}
     batches = [mp.PackedSequences.from_lists(rollout_log_probs=[[value]], **rows) for value in (rollout, -0.5)]
     step.start([each.replace(invalid=()) for each in batches])
@@ -178,6 +178,16 @@ def test_the_end_of_a_step_divides_gradients_or_raises() -> None:
         end_step(begun(gate), gate, ParallelGroups(), [Chunk(1, 1)], 7)
     with pytest.raises(mp.InvalidLogProbError, match="sequence 0, position 0"):
         end_step(begun(normalized, rollout=5.0), normalized, ParallelGroups(), [Chunk(1, 1)])
+
+
+def test_budgets_are_of_the_step_before() -> None:
+    """Whether `prepare` has judged already or the loss does; alone, a micro-batch has the bound that was given."""
+    config = mp.MismatchConfig.build({"rs": {"criteria": ["token:k2:0.05:share=0.4"]}})
+    first, _ = begun(config).finish()
+    assert first is not None and float(first.sum_of("kept@tokens")) == 1
+    for prepares in (False, True):
+        second, _ = begun(config, prepares=prepares, thresholds=first.thresholds()).finish()
+        assert second is not None and float(second.sum_of("kept@tokens")) == 2
 
 
 def test_kept_ids_are_one_list_a_token_with_the_sampled_id() -> None:

@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 
-import mismatch_plugin as mp
-from mismatch_plugin.config.values import merge
 from tests.distributed.correction_cases import LAYOUTS, PRODUCT, Layout, Outcome, Settings, make, one_process
-from tests.distributed.correction_worker import Call, Case, Part, run, run_budgets, run_counted
+from tests.distributed.correction_worker import Call, Case, Part, run, run_counted
 from tests.distributed.launch import launch
 from tests.full import FULL
 
@@ -33,21 +31,6 @@ ODD = (
 )
 SOME = tuple(PRODUCT[::11])  # 11 meets every value of every setting
 COUNTED = ("product", "single", "untrained_replica", "rejected", "empty", "nothing")
-
-BUDGETS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
-    ({}, ("token:k2:0.002:mean=0.004", "sequence_mean:k3:0.001:share=0.3")),
-    ({"use_rollout_log_probs": True, "metrics": "off"}, ("sequence_max:k2:0.05:share=0.2",)),
-    ({"rs": {"policy": "current"}, "metrics": "full"}, ("token:tv:0.02:share=0.05", "sequence_sum:k2:0.1:mean=0.2")),
-    ({"use_tis": True, "use_rollout_log_probs": True}, ("token:binary_kl:0.002:share=0.1",)),
-)
-
-
-def rules() -> tuple[tuple[str, mp.MismatchConfig], ...]:
-    """The budgets' settings under names of their own, as a case wants its changes."""
-    return tuple(
-        (str(number), mp.MismatchConfig.model_validate(merge(given, {"rs": {"criteria": criteria}})))
-        for number, (given, criteria) in enumerate(BUDGETS)
-    )
 
 
 def dealt(settings: Sequence[Settings], batch: str, count: int = 2, *changes: Any, **more: Any) -> Iterator[Case]:
@@ -75,8 +58,6 @@ def all_jobs() -> Iterator[tuple[str, Callable[[Case], Any], Case]]:
         yield "absent", run, Case("on_policy", layout, 2, known[number::2])
     tried = tuple(settings for settings in SOME if settings.rejects or settings.weighted)
     yield "dry run", run, Case("product", LAYOUTS[3], 2, tried[::THIN], (("dry_run", True),))
-    for layout in LAYOUTS:
-        yield "budgets", run_budgets, Case("product", layout, 3, (), rules())
     for batch in COUNTED:
         yield from (("counted", run_counted, case) for case in dealt(PRODUCT[::23], batch))
 
@@ -252,100 +233,51 @@ def test_invalid_log_probs_under_every_policy() -> None:
 # Collectives ----------------------------------------------------------------------------------------------------------
 
 
-def parts_of(settings: Settings, layout: Layout, sequences: int, turns: int) -> int:
-    """Numbers that the first SUM has for turns or chunks: log-ratio and tokens, of turns also what is rejected, and the
-    advantages where these are read."""
-    chunks = {"none": 1, "zigzag": 2 * layout.cp, "contiguous": layout.cp}[layout.context]
-    of_turns = (2 + settings.rejects + settings.by_sign) * turns
-    return {"turn": of_turns, "prefix": 2 * chunks * sequences}.get(settings.level, 0)
-
-
-def columns_of(call: Call, sequences: int, parts: int) -> int:
-    """Columns that are summed over sequences."""
-    return call.shape[0] if len(call.shape) == 2 else (call.shape[0] - parts) // sequences
-
-
 def test_exactly_these_collectives() -> None:
     """Catches a MAX nobody needs, a reduction over data inside a micro-batch, one that autograd differentiates through,
     a number of them that depends on what a rank holds, and a dtype in which counts are not exact.
     """
-    held: dict[tuple[Layout, Settings], list[tuple[int, dict[str, Any]]]] = {}
     for case, ranks in results("counted"):
         for rank, of_rank in enumerate(ranks):
             for settings, counts in zip(case.settings, of_rank, strict=True):
-                held.setdefault((case.layout, settings), []).append((rank, counts))
-    for (layout, settings), found in held.items():
-        _same_collectives(layout, settings, found)
+                assert_collectives(case.layout, settings, rank, counts)
 
 
-def _same_collectives(layout: Layout, settings: Settings, steps: list[tuple[int, dict[str, Any]]]) -> None:
-    maxima = sum(criterion.startswith("sequence_max") for criterion in settings.criteria)
-    shapes = [
-        (loss, n, parts_of(settings, layout, n, turns))
-        for _, counts in steps
-        for loss, n, turns in zip(counts["losses"], counts["sequences"], counts["turns"], strict=True)
-        if loss
-    ]
-    first = {columns_of(loss[0], n, parts) for loss, n, parts in shapes}
-    second = {loss[-1].shape[0] for loss, _, _ in shapes if settings.level == "prefix"}
-    assert len(first) == (1 if layout.cp > 1 else 0), "as many columns, whatever there is on a rank"
-    assert len(second) == (settings.level == "prefix" and layout.cp > 1)
-    (columns,), (late,) = first or {0}, second or {0}
-    # What is kept or weighed is known from π_old; elsewhere the masks alone are counted.
+def assert_collectives(layout: Layout, settings: Settings, rank: int, counts: dict[str, Any]) -> None:
     config = settings.config()
-    judged = config.normalizes_step or (config.rejects_by_log_probs and not config.dry_run)
-    judged = judged and settings.algorithm in (0, 2)
+    # What is kept or weighed is known from π_old; elsewhere the masks alone are counted.
+    judged = (config.normalizes_step or config.rejects_by_log_probs) and settings.algorithm in (0, 2)
     reused = judged and not settings.rejects_on_current_policy and settings.objective not in ("gspo", "gmpo")
-    for rank, counts in steps:
-        group = tuple(range(rank // layout.cp * layout.cp, (rank // layout.cp + 1) * layout.cp))
+    maxima = sum(criterion.startswith("sequence_max") for criterion in settings.criteria)
+    first = rank // layout.cp * layout.cp
+    sharing, everyone = tuple(range(first, first + layout.cp)), tuple(range(layout.world_size))
 
-        def inside(*wanted: tuple[str, tuple[int, ...]], group: tuple[int, ...] = group) -> list[Call]:
-            """Over the rank's context-parallel group. No sequences, nothing to reduce: on all of its ranks alike."""
-            calls = [Call(operation, group, shape, torch.float64) for operation, shape in wanted]
-            return [call for call in calls if len(group) > 1 and call.bytes > 0]
+    def over_data(operation: str, size: int) -> Call:
+        return Call(operation, everyone, (size,), torch.float64)
 
-        def over_data(operation: str, size: int) -> Call:
-            return Call(operation, tuple(range(layout.world_size)), (size,), torch.float64)
+    def sharing_sequences(operation: str, *shape: int) -> list[Call]:
+        """Over the rank's context-parallel group. No sequences, nothing to reduce: on all of its ranks alike."""
+        return [Call(operation, sharing, shape, torch.float64)] if layout.cp > 1 and math.prod(shape) else []
 
-        losses, masks = [], []
-        for n, turns in zip(counts["sequences"], counts["turns"], strict=True):
-            size = columns * n + parts_of(settings, layout, n, turns)
-            shape = (size,) if settings.level in ("turn", "prefix") else (columns, n)
-            losses.append(inside(("SUM", shape), ("MAX", (maxima, n)), ("SUM", (late, n))))
-            masks.append(inside(("SUM", (n * (1 + settings.limits_staleness),))))
-        assert counts["losses"] == losses, settings
-        assert counts["backward"] == []
-        agreement = inside(("MAX", (9,))) + [over_data("MAX", 9)] * (layout.dp > 1)
-        assert counts["start"] == agreement, "over CP, and over DP × CP where that is more"
-        sums, extremes = counts["state"]
-        assert counts["finish"] == [over_data("SUM", sums), over_data("MAX", extremes)]
-        assert counts["again"] == ([[] for _ in losses] if reused else losses), "nothing is reduced twice"
-        *before, total = counts["prepare"]
-        assert total == over_data("SUM", 6)
-        if reused or not judged:
-            assert before == [call for calls in (losses if reused else masks) for call in calls]
-        else:  # as the loss, whose SUM has the columns of metrics and objective, too
-            assert sum(call.bytes for call in before) <= sum(call.bytes for calls in losses for call in calls)
-
-
-def test_budgets_are_the_same_for_every_split() -> None:
-    """And bring no collective: the histogram travels in the step's SUM."""
-    whole = make("product")
-    packed = whole.packed().prepared()
-    for number, (_, config) in enumerate(rules()):
-        keep, thresholds = [], None
-        for _ in range(2):
-            result = mp.policy_loss(whole.log_probs, packed, config, thresholds=thresholds)
-            keep.append(result.correction.keep)
-            thresholds = result.statistics.thresholds()
-        assert thresholds is not None
-        assert not torch.equal(*keep), f"{config.rs} changes nothing in the second step"
-        maxima = ["MAX"] * any(criterion.aggregate == "sequence_max" for criterion in config.rs.criteria)
-        for case, ranks in results("budgets"):
-            found = [torch.zeros_like(each) for each in keep]
-            for places, kept, bounds, calls in (each[number] for each in ranks):
-                for own, mine in zip(found, kept, strict=True):
-                    own[places] = mine
-                assert bounds == {name: float(value) for name, value in thresholds.items()}, case.layout
-                assert calls == (["SUM", *maxima] * 3 if case.layout.cp > 1 else []) + ["SUM", "MAX"]
-            assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, keep, strict=True)), case.layout
+    masks = []
+    for n, calls in zip(counts["sequences"], counts["losses"], strict=True):
+        masks += sharing_sequences("SUM", n * (1 + settings.limits_staleness))
+        second = calls[-1].shape[0] if calls and settings.level == "prefix" else 0
+        expected = calls[:1] + sharing_sequences("MAX", maxima, n) + sharing_sequences("SUM", second, n)
+        assert calls == expected and len(calls[:1]) == (layout.cp > 1 and n > 0), settings
+        for call in calls[:1]:  # turns and chunks are summed, too, where there are any
+            assert call == Call("SUM", sharing, call.shape, torch.float64)
+            assert settings.level in ("turn", "prefix") or call.shape[1:] == (n,)
+    assert counts["backward"] == []
+    agreement = sharing_sequences("MAX", 9) + [over_data("MAX", 9)] * (layout.dp > 1)
+    assert counts["start"] == agreement, "over CP, and over DP × CP where that is more"
+    sums, extremes = counts["state"]
+    assert counts["finish"] == [over_data("SUM", sums), over_data("MAX", extremes)]
+    losses = [call for calls in counts["losses"] for call in calls]
+    assert [call for calls in counts["again"] for call in calls] == ([] if reused else losses), "reduced twice"
+    *before, total = counts["prepare"]
+    assert total == over_data("SUM", 6)
+    if reused or not judged:
+        assert before == (losses if reused else masks)
+    else:  # as the loss, whose SUM has the columns of metrics and objective, too
+        assert sum(call.bytes for call in before) <= sum(call.bytes for call in losses)

@@ -56,7 +56,7 @@ def parts_of(
         )
         if plant == "no rollout" or (plant == "no rollout once" and number == 1):
             packed = packed.replace(rollout_log_probs=None)
-        if plant == "invalid" and packed.rollout_log_probs is not None:
+        if plant == "invalid" and number == 1 and packed.rollout_log_probs is not None:
             packed.rollout_log_probs[2] = torch.nan  # found in the loss, as on a device
         results.append(mp.policy_loss(torch.cat([leaves[i] for i in ids]), packed, config, batch_factor=factor))
     return results
