@@ -9,23 +9,17 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.correction import validate_fields
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.units import acting_bounds
 
-if TYPE_CHECKING:
-    from mismatch_plugin.config import MismatchConfig
-
-NO_MICRO_BATCH = (
-    "no micro-batch was given to this step. Give every rank at least one: a response whose loss_mask is 0 "
-    "throughout trains nothing."
-)
+NO_MICRO_BATCH = "no micro-batch was given to this step. Give every rank at least one: a loss_mask of 0 trains nothing."
 _SAME_FIELDS = "All micro-batches of a step need the same fields, on every rank."
 _SHARED = "Give ranks of one context-, tensor- or pipeline-parallel group the same samples in the same order."
 _OPTIONAL = tuple(item.name for item in fields(PackedSequences) if item.default is None)
-_NAMED = 6
 
 
 @dataclass(frozen=True)
@@ -132,9 +126,9 @@ def _who(held: Mapping[int, Mapping[str, str]]) -> str:
 
 
 def _names(ranks: Sequence[int]) -> str:
-    """Up to `_NAMED` ranks by number."""
-    if len(ranks) > _NAMED:
-        return f"ranks {', '.join(map(str, ranks[:_NAMED]))} and {len(ranks) - _NAMED} more"
+    """Up to six ranks by number."""
+    if len(ranks) > 6:
+        return f"ranks {', '.join(map(str, ranks[:6]))} and {len(ranks) - 6} more"
     *others, last = map(str, ranks)
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
