@@ -20,6 +20,7 @@ from mismatch_plugin.log_probs import (
     vocab_parallel_linear_log_probs,
     vocab_parallel_log_probs,
 )
+from tests.distributed.log_probs_worker import outcome
 from tests.log_probs.test_log_probs import Recorder
 
 F64 = torch.float64
@@ -34,42 +35,33 @@ def make(dtype: torch.dtype = F64, tokens: int = T, width: int = V) -> tuple[Ten
     return hidden, weight, torch.randint(0, width, (tokens,), generator=generator)
 
 
-def options(what: str) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(1)
-    offsets = torch.tensor([0, 3, 3, 4, 9, 9, 9, 12, 20, 20, 21, 21])
-    return {
-        "plain": {},
-        "cold": {"temperature": 0.7},
-        "padded": {"vocab_size": 41},
-        "ragged": {"sampling_mask": RaggedSamplingMask(torch.randint(0, V, (21,), generator=generator), offsets)},
-    }[what]
+OFFSETS = torch.tensor([0, 3, 3, 4, 9, 9, 9, 12, 20, 20, 21, 21])
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cold": {"temperature": 0.7},
+    "padded": {"vocab_size": 41},
+    "ragged": {"sampling_mask": RaggedSamplingMask(torch.arange(21) * 17 % V, OFFSETS)},
+}
 
 
-def gradients(result: LogProbs, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Of a loss with random upstream gradients, the first of which is 0."""
-    generator = torch.Generator().manual_seed(2)
-    upstream = torch.randn(2, len(result.log_probs), generator=generator, dtype=F64).to(result.log_probs.dtype)
-    upstream[:, :1] = 0.0
-    loss = (result.log_probs * upstream[0]).sum()
-    if result.entropy is not None and result.entropy.requires_grad:
-        loss = loss + (result.entropy * upstream[1]).sum()
-    return torch.autograd.grad(loss, inputs, retain_graph=True)
-
-
-@pytest.mark.parametrize("what", ["plain", "cold", "padded", "ragged"])
+@pytest.mark.parametrize("what", OPTIONS)
 @pytest.mark.parametrize("entropy", ["none", "detached", "grad"])
 @pytest.mark.parametrize("chunk_rows", [4, None])
-def test_equals_the_path_over_logits_in_float64(what: str, entropy: Any, chunk_rows: int | None):
+def test_equals_the_path_over_logits_in_float64(what: str, entropy: str, chunk_rows: int | None):
     hidden, weight, targets = make()
+    upstream = torch.arange(2.0 * T, dtype=F64).view(2, T).sin()
     targets = targets % 41
     targets[2] = -100
-    arguments = {"entropy": entropy, **options(what)}
-    ours = vocab_parallel_linear_log_probs(hidden, weight, targets, chunk_rows=chunk_rows, **arguments)
-    theirs = vocab_parallel_log_probs(hidden @ weight.t(), targets, **arguments)
-    for one, other in zip(ours, theirs, strict=True):
-        assert_close(one, other, rtol=1e-12, atol=1e-12)
-    for one, other in zip(gradients(ours, hidden, weight), gradients(theirs, hidden, weight), strict=True):
-        assert_close(one, other, rtol=1e-12, atol=1e-12)
+    options = {"entropy": entropy, **OPTIONS[what]}
+
+    def over_logits(hidden: Tensor, weight: Tensor) -> LogProbs:
+        return vocab_parallel_log_probs(hidden @ weight.t(), targets, **options)
+
+    more = {"targets": targets, "chunk_rows": chunk_rows, **options}
+    ours = outcome(vocab_parallel_linear_log_probs, [hidden, weight], upstream, **more)
+    theirs = outcome(over_logits, [hidden, weight], upstream)
+    for key in ("log_probs", "entropy", "gradients"):
+        assert_close(ours[key], theirs[key], rtol=1e-12, atol=1e-12)
 
 
 class Megatron(torch.nn.Parameter):
