@@ -17,7 +17,7 @@ _FREE = {
     "split_with_sizes", "unbind", "t", "transpose", "permute", "as_strided", "lift_fresh", "empty", "empty_like",
     "new_empty", "_reshape_alias", "empty_strided", "promote_types",
 }  # fmt: skip
-_COLLECTIVES = ("allreduce_", "_allgather_base_", "allgather_", "reduce_scatter_", "broadcast_", "alltoall_")
+_COLLECTIVES = ("allreduce_", "_allgather_base_", "allgather_", "_reduce_scatter_base_", "broadcast_", "alltoall_")
 
 
 class OperationCounter(TorchDispatchMode):
@@ -49,7 +49,7 @@ class OperationCounter(TorchDispatchMode):
         out = func(*args, **kwargs)
         name = func.__name__.split(".")[0]
         if name in _COLLECTIVES:
-            source = args[1] if name == "_allgather_base_" else args[0]
+            source = args[1] if name.endswith("_base_") else args[0]
             self.sent.append((name.strip("_"), sum(t.nbytes for t in _tensors(source))))
         elif name not in _FREE:
             self.kernels[name] += 1

@@ -35,8 +35,8 @@ class Case:
 
 
 WHATS = (
-    "plain", "cold", "temperatures", "padded", "ignored", "rows", "mask", "ragged", "transposed", "strided", "offset",
-    "forbidden", "rows ragged temperatures padded ignored", "rows mask temperatures padded transposed",
+    "plain", "cold", "padded", "ignored", "rows", "ragged", "strided", "offset", "forbidden",
+    "rows ragged cold padded ignored strided",
 )  # fmt: skip
 # 1, 61: less than a tile; 4097: an uneven part of one; 16384: tiles to the last column; others: tiles and a rest.
 CASES = [
@@ -44,7 +44,7 @@ CASES = [
     *itertools.starmap(Case, itertools.product(["plain"], [4097], ["fp16"], ["none", "detached", "grad"])),
     *itertools.starmap(Case, itertools.product(WHATS[1:], [61], ["fp32"], ["none", "detached", "grad"])),
     *itertools.starmap(Case, itertools.product(WHATS[1:], [8208], ["fp32", "bf16"])),
-    *itertools.starmap(Case, itertools.product(["plain", "mask", "ragged"], [8197], ["bf16"], ["none"])),
+    *itertools.starmap(Case, itertools.product(["plain", "ragged"], [8197], ["bf16"], ["none"])),
 ]
 
 
@@ -55,6 +55,8 @@ def make(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Any
     logits = (torch.randn(ROWS, columns) * 3).to(dtype)
     targets, upstream = torch.randint(0, columns, (ROWS,)), torch.randn(2, ROWS)
     upstream[:, 0] = 0.0
+    if columns == 61:  # at the edges of the shards of `check_shards`
+        targets = torch.tensor([19, 20, 21, 51, 52, 0])
     options: dict[str, Any] = {"entropy": case.entropy}
     if "offset" in what:  # e^1e4 overflows. The temperature makes the unit 1, exact without a fused multiply-add too.
         logits, options["temperature"] = logits + 1e4, math.log2(math.e)
@@ -75,10 +77,6 @@ def make(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Any
         logits = torch.cat([logits, torch.full((3, columns), math.nan, dtype=dtype)])
         options["rows"] = torch.tensor([4, 0, 5, 1, 2, 3])
         logits[[4, 0, 5, 1, 2, 3]] = logits[:ROWS].clone()
-    if "temperatures" in what:
-        options["temperature"] = torch.linspace(0.4, 2.0, ROWS)
-    if "mask" in what:
-        options["sampling_mask"] = torch.rand(ROWS, columns) < 0.3
     if "ragged" in what:  # a target without ids, one with its target only, doubles, more ids than a program's block
         counts = torch.tensor([3, 0, 700, 1, 40, 9])
         ids = torch.randint(0, columns, (int(counts.sum()),))
@@ -86,12 +84,8 @@ def make(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Any
         options["sampling_mask"] = RaggedSamplingMask(ids.to(device), torch.cat([torch.tensor([0]), counts.cumsum(0)]))
     options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
     logits = logits.to(device)
-    if "transposed" in what:
-        logits = logits.t().contiguous().t()
-        if isinstance(options.get("sampling_mask"), Tensor):
-            options["sampling_mask"] = options["sampling_mask"].t().contiguous().t()
     if "strided" in what:
-        wide = torch.full((ROWS, 2 * columns + 5), math.nan, dtype=dtype, device=device)
+        wide = torch.full((len(logits), 2 * columns + 5), math.nan, dtype=dtype, device=device)
         logits = wide[:, 3 : 3 + 2 * columns : 2].copy_(logits)
     return logits, targets.to(device), upstream.to(device), options
 
@@ -115,19 +109,16 @@ def textbook(case: Case, device: str) -> list[Tensor]:
     """The same by autograd through log_softmax in float64, over copied rows and kept columns."""
     logits, targets, upstream, options = make(case, device)
     size, rows = options.get("vocab_size", case.columns), options.get("rows", torch.arange(ROWS, device=device))
-    unit, mask = options.get("temperature", 1.0), options.get("sampling_mask")
+    mask: RaggedSamplingMask | None = options.get("sampling_mask")
     computed = targets >= 0
     kept = torch.zeros(ROWS, case.columns, dtype=torch.bool, device=device)
     kept[:, :size] = True
-    if isinstance(mask, RaggedSamplingMask):
-        for i, (begin, end) in enumerate(itertools.pairwise(mask.offsets.tolist())):
-            if begin < end:
-                kept[i] = kept[i] & torch.zeros_like(kept[i]).index_fill_(0, mask.token_ids[begin:end], True)
-    elif mask is not None:
-        kept &= mask
+    for i, (begin, end) in enumerate(itertools.pairwise([] if mask is None else mask.offsets.tolist())):
+        if mask is not None and begin < end:
+            kept[i] = kept[i] & torch.zeros_like(kept[i]).index_fill_(0, mask.token_ids[begin:end], True)
     kept[torch.arange(ROWS, device=device), targets.clamp_min(0)] = True
     exact = logits.double().requires_grad_()
-    x = exact[rows] / (unit[:, None].double() if isinstance(unit, Tensor) else unit)
+    x = exact[rows] / options.get("temperature", 1.0)
     log_p = torch.where(kept & computed[:, None], x, -math.inf).log_softmax(-1)
     log_probs = torch.where(computed, log_p.gather(1, targets.clamp_min(0)[:, None])[:, 0], 0.0)
     entropy = torch.where(computed, -(log_p.exp() * log_p.masked_fill(log_p == -math.inf, 0.0)).sum(-1), 0.0)
@@ -171,11 +162,9 @@ def check_shards(what: str, dtype: str, device: str, bounds: tuple[int, ...] = (
     size = options.get("vocab_size", case.columns)
     shards = []
     for begin, end in itertools.pairwise(bounds):
-        mask = options.get("sampling_mask")
-        mask = mask[:, begin:end] if isinstance(mask, Tensor) else mask
         call = Call(
             targets, min(max(size - begin, 0), end - begin), begin, options.get("rows"),
-            options.get("temperature", 1.0), mask, entropy="grad",
+            options.get("temperature", 1.0), options.get("sampling_mask"), entropy="grad",
         )  # fmt: skip
         shards.append(triton_arithmetic.prepare(logits[:, begin:end], call))
     statistics = torch.stack([triton_arithmetic.local_statistics(shard) for shard in shards])
@@ -186,4 +175,4 @@ def check_shards(what: str, dtype: str, device: str, bounds: tuple[int, ...] = (
     compare([log_probs, entropy, torch.cat(gradients, 1)], whole, _rounding(dtype))
 
 
-SHARDED = ("plain", "temperatures", "padded", "ignored", "rows", "mask", "ragged", "offset", "forbidden")
+SHARDED = ("plain", "cold", "padded", "ignored", "rows", "ragged", "offset", "forbidden")

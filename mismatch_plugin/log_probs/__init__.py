@@ -1,7 +1,7 @@
 """Log-probs and entropy of sampled tokens over a sharded vocabulary, from logits and from hidden states."""
 
 from mismatch_plugin.config.settings import LogProbBackend as Backend
-from mismatch_plugin.log_probs.arguments import Entropy, LogProbs, RaggedSamplingMask, checked_backend
+from mismatch_plugin.log_probs.arguments import Entropy, LogProbs, RaggedSamplingMask
 from mismatch_plugin.log_probs.hidden_states import vocab_parallel_linear_log_probs
 from mismatch_plugin.log_probs.logits import BORROWED, vocab_parallel_log_probs
 
@@ -11,7 +11,6 @@ __all__ = [
     "Entropy",
     "LogProbs",
     "RaggedSamplingMask",
-    "checked_backend",
     "vocab_parallel_linear_log_probs",
     "vocab_parallel_log_probs",
 ]

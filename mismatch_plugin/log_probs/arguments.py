@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,6 @@ from torch import Tensor
 from mismatch_plugin.config.settings import LogProbBackend as Backend
 
 Entropy = Literal["none", "detached", "grad"]
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class LogProbs(NamedTuple):
@@ -36,36 +34,47 @@ class RaggedSamplingMask:
     token_ids: Tensor
     offsets: Tensor
 
+    def on_shard(self, call: Call, elsewhere: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(offsets [R + 1], target [K] and column [K] of each id), on the device; the column is `elsewhere` where
+        another shard has it."""
+        offsets_R1 = self.offsets.to(self.token_ids.device, non_blocking=True)
+        target_R = torch.arange(len(self.offsets) - 1, device=self.token_ids.device)
+        target_K = torch.repeat_interleave(target_R, offsets_R1.diff(), output_size=len(self.token_ids))
+        column_K = self.token_ids.to(torch.int64) - call.vocab_start
+        return offsets_R1, target_K, torch.where((column_K >= 0) & (column_K < call.columns), column_K, elsewhere)
+
 
 @dataclass(frozen=True, eq=False)
 class Call:
     """What a call says next to its logits or hidden states. None of it gets a gradient."""
 
     targets_R: Tensor
+    """int64, contiguous."""
     columns: int
     """W: the leading columns of this shard that are inside the vocabulary; the rest is padding."""
     vocab_start: int = 0
     """Global id of this shard's first column."""
     rows_R: Tensor | None = None
-    temperature: float | Tensor = 1.0
-    sampling_mask: Tensor | RaggedSamplingMask | None = None
+    temperature: float = 1.0
+    sampling_mask: RaggedSamplingMask | None = None
     tp_group: dist.ProcessGroup | None = None
     entropy: str = "none"
     inplace_gradient: bool = False
     block_rows: int = 1
 
+    @property
+    def unit(self) -> float:
+        """What a logit is multiplied with to be an exponent of 2."""
+        return math.log2(math.e) / self.temperature
+
     def part(self, chunk: slice) -> Call:
         """That of some of the targets, whose logits follow each other."""
-        mask, temperature = self.sampling_mask, self.temperature
-        if isinstance(mask, RaggedSamplingMask):
+        mask = self.sampling_mask
+        if mask is not None:
             offsets = mask.offsets[chunk.start : chunk.stop + 1]
             ends = offsets.tolist()
             mask = RaggedSamplingMask(mask.token_ids[ends[0] : ends[-1]], offsets - ends[0])
-        elif mask is not None:
-            mask = mask[chunk]
-        if isinstance(temperature, Tensor):
-            temperature = temperature[chunk]
-        return replace(self, targets_R=self.targets_R[chunk], rows_R=None, temperature=temperature, sampling_mask=mask)
+        return replace(self, targets_R=self.targets_R[chunk], rows_R=None, sampling_mask=mask)
 
     def gather(self, statistics_4R: Tensor) -> Tensor:
         """[P, 4, R]: every rank's statistics, by the one all-gather of four floats a target; none without a group."""
@@ -80,21 +89,13 @@ class Call:
 
         The call's own tensors are saved too, so that a backward after one was changed in place raises.
         """
-        mask = self.sampling_mask
-        own = (self.targets_R, self.rows_R, self.temperature, getattr(mask, "token_ids", mask))
+        ids = None if self.sampling_mask is None else self.sampling_mask.token_ids
         kept_entropy_R = entropy_R if self.entropy == "grad" else None
-        ctx.save_for_backward(*tensors, kept_entropy_R, *(x for x in own if isinstance(x, Tensor)))
+        ctx.save_for_backward(*tensors, kept_entropy_R, self.targets_R, self.rows_R, ids)
         ctx.call = self
         ctx.set_materialize_grads(False)
         if entropy_R is not None and self.entropy == "detached":
             ctx.mark_non_differentiable(entropy_R)
-
-
-def checked_backend(backend: str) -> Backend:
-    """One of `Backend`, of which `transformer_engine` is an older spelling. Raises ValueError for any other."""
-    name = str(backend).replace("_", "-")
-    _check_choice("backend", name, get_args(Backend))
-    return cast(Backend, name)
 
 
 def checked_call(
@@ -104,30 +105,28 @@ def checked_call(
     name: str,
     tokens: int,
     width: int,
+    backend: str,
     rows: Tensor | None,
-    temperature: float | Tensor,
-    sampling_mask: Tensor | RaggedSamplingMask | None,
+    temperature: float,
+    sampling_mask: RaggedSamplingMask | None,
     tp_group: dist.ProcessGroup | None,
     vocab_size: int | None,
-    vocab_start: int | None,
     entropy: str,
     inplace_gradient: bool,
     block_rows: int,
 ) -> Call:
     """The arguments of `vocab_parallel_log_probs`, or with the name "hidden" of `vocab_parallel_linear_log_probs`.
 
-    tokens: T, over all ranks. width: V, of this shard. Raises ValueError or TypeError for what does not fit.
+    tokens: T, over all ranks. width: V, of this shard. Raises ValueError for what does not fit.
     """
-    _check_choice("entropy", entropy, get_args(Entropy))
-    last = "H" if name == "hidden" else "V"
-    if inputs.ndim != 2:
-        raise ValueError(f"{name} has shape {list(inputs.shape)}, [T, {last}] is needed: flatten batch and sequence.")
-    if inputs.dtype not in _DTYPES:
-        raise ValueError(f"{name} is {inputs.dtype}: hand in bfloat16, float16, float32 or float64.")
-    if targets.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"targets is {targets.dtype}: hand in int64 or int32 token ids.")
-    if targets.ndim != 1:
-        raise ValueError(f"targets has shape {list(targets.shape)}, one dimension is needed: flatten it as {name}.")
+    for what, value, choices in (("entropy", entropy, get_args(Entropy)), ("backend", backend, get_args(Backend))):
+        if value not in choices:
+            raise ValueError(f"{what}={value!r} is unknown: choose one of {', '.join(choices)}.")
+    if inputs.ndim != 2 or targets.ndim != 1:
+        raise ValueError(
+            f"{name} has shape {list(inputs.shape)} and targets {list(targets.shape)}: two dimensions and one are "
+            "needed, flatten batch and sequence."
+        )
     if rows is None and len(targets) != tokens:
         raise ValueError(
             f"targets has {len(targets)} ids for {tokens} rows of {name}: give one for each, or pass rows."
@@ -137,31 +136,23 @@ def checked_call(
             f"rows is {rows.dtype} {list(rows.shape)}: one int64 index for each of the {len(targets)} targets is "
             "needed."
         )
-    _check_temperature(temperature, targets)
-    ids = sampling_mask.token_ids if isinstance(sampling_mask, RaggedSamplingMask) else sampling_mask
-    for other, value in {"targets": targets, "rows": rows, "temperature": temperature, "sampling_mask": ids}.items():
-        if isinstance(value, Tensor) and value.device != inputs.device:
-            raise ValueError(f"{other} is on {value.device}, {name} on {inputs.device}: move it there.")
     check_rows(rows, tokens, distinct=name == "logits")  # gradients of hidden states are added
-    start, columns = _shard(width, vocab_size, vocab_start, tp_group)
-    if isinstance(sampling_mask, RaggedSamplingMask):
-        _check_ragged(sampling_mask, len(targets))
-    elif sampling_mask is not None:
-        shape = [len(targets), width]
-        if sampling_mask.dtype != torch.bool or list(sampling_mask.shape) != shape:
-            raise ValueError(
-                f"sampling_mask is {sampling_mask.dtype} {list(sampling_mask.shape)}: bool {shape} is needed, or "
-                "ragged ids."
-            )
+    if not 0.0 < temperature < math.inf:
+        raise ValueError(f"temperature={temperature} must be positive and finite: pass 1.0 for greedy sampling.")
+    tp_rank, tp_size = (0, 1) if tp_group is None else (tp_group.rank(), tp_group.size())
+    vocab_size = width * tp_size if vocab_size is None else vocab_size
+    if not 1 <= vocab_size <= width * tp_size:
+        raise ValueError(
+            f"vocab_size={vocab_size} is not within the {width * tp_size} columns there are: pass the unpadded size."
+        )
+    if sampling_mask is not None:
+        _check_mask(sampling_mask, len(targets))
+    start = tp_rank * width
     return Call(
-        targets.contiguous(), columns, start, None if rows is None else rows.contiguous(), temperature, sampling_mask,
-        tp_group, entropy, inplace_gradient, block_rows,
+        targets.to(torch.int64).contiguous(), min(max(vocab_size - start, 0), width), start,
+        None if rows is None else rows.contiguous(), temperature, sampling_mask, tp_group, entropy, inplace_gradient,
+        block_rows,
     )  # fmt: skip
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(choices)}.")
 
 
 def check_rows(rows: Tensor | None, tokens: int, distinct: bool = True) -> None:
@@ -170,7 +161,7 @@ def check_rows(rows: Tensor | None, tokens: int, distinct: bool = True) -> None:
 
     Rows on a device are asserted there, as reading them would be a host sync: CUDA prints the message and ends.
     """
-    if rows is None or len(rows) == 0:
+    if rows is None:
         return
     position_R = torch.arange(len(rows), device=rows.device)
     inside_R = (rows >= 0) & (rows < tokens)
@@ -178,73 +169,26 @@ def check_rows(rows: Tensor | None, tokens: int, distinct: bool = True) -> None:
     safe_R = rows.clamp(0, len(last_T) - 1)
     once_R = last_T.index_copy_(0, safe_R, position_R).index_select(0, safe_R) == position_R
     once_R |= not distinct
-    right = (inside_R & once_R).all()
+    right_R = inside_R & once_R
     must = "must lie in [0, T), each at most once" if distinct else "must lie in [0, T)"
     if rows.device.type != "cpu":
-        torch._assert_async(right, f"rows {must}")  # pyright: ignore[reportPrivateImportUsage]
-    elif not right.reshape(1).tolist()[0]:
-        what, wrong_R = ("there twice", ~once_R) if inside_R.all() else ("outside", ~inside_R)
-        i = int(wrong_R.nonzero()[0])
-        raise ValueError(f"rows[{i}]={int(rows[i])} is {what}: rows {must} (T={tokens}).")
+        torch._assert_async(right_R.all(), f"rows {must}")  # pyright: ignore[reportPrivateImportUsage]
+    elif not all(right_R.tolist()):
+        i = int((~right_R).nonzero()[0])
+        raise ValueError(f"rows[{i}]={int(rows[i])}: rows {must} (T={tokens}).")
 
 
-def _check_temperature(temperature: Any, targets: Tensor) -> None:
-    if isinstance(temperature, Tensor):
-        if temperature.shape != targets.shape or not temperature.is_floating_point():
-            raise ValueError(
-                f"temperature is {temperature.dtype} {list(temperature.shape)}: pass a float, or one float for each of "
-                f"the {targets.shape[0]} targets."
-            )
-    elif not isinstance(temperature, (int, float)):
-        raise TypeError(f"temperature is a {type(temperature).__name__}: pass a float, or one float for each target.")
-    elif not 0.0 < temperature < math.inf:
-        raise ValueError(f"temperature={temperature} must be positive and finite: pass 1.0 for greedy sampling.")
-
-
-def _shard(
-    width: int, vocab_size: int | None, vocab_start: int | None, tp_group: dist.ProcessGroup | None
-) -> tuple[int, int]:
-    """(global id of the first column, number of columns inside the vocabulary)."""
-    tp_rank, tp_size = (0, 1) if tp_group is None else (tp_group.rank(), tp_group.size())
-    start = tp_rank * width if vocab_start is None else vocab_start
-    if start < 0:
-        raise ValueError(f"vocab_start={start} is negative: pass the global id of this rank's first column.")
-    if tp_size == 1 and start > 0:
-        raise ValueError(f"vocab_start={start} means a shard, and there is no group to reduce over: pass tp_group.")
-    if vocab_size is None:
-        return start, width
-    if vocab_size < 1:
-        raise ValueError(f"vocab_size={vocab_size} must be at least 1: pass the size of the tokenizer's vocabulary.")
-    if vocab_start is None and vocab_size > width * tp_size:
-        raise ValueError(
-            f"vocab_size={vocab_size} is more than the {width * tp_size} columns there are: pass the unpadded size, or "
-            "vocab_start if the shards are uneven."
-        )
-    return start, min(max(vocab_size - start, 0), width)
-
-
-def _check_ragged(mask: RaggedSamplingMask, targets: int) -> None:
+def _check_mask(mask: RaggedSamplingMask, targets: int) -> None:
     """Reads host memory only."""
     ids, offsets = mask.token_ids, mask.offsets
-    if ids.dtype not in (torch.int64, torch.int32) or ids.ndim != 1:
-        raise ValueError(f"sampling_mask.token_ids is {ids.dtype} {list(ids.shape)}: flat int64 or int32 is needed.")
-    if offsets.device.type != "cpu" or offsets.dtype != torch.int64:
+    if offsets.device.type != "cpu":
         raise ValueError(
-            f"sampling_mask.offsets is {offsets.dtype} on {offsets.device}: keep it int64 on the CPU, where reading it "
-            "is no host sync."
+            f"sampling_mask.offsets is on {offsets.device}: keep it on the CPU, to read it without a sync."
         )
-    if offsets.shape != (targets + 1,):
+    ends = [*offsets[:1].tolist(), *offsets[-1:].tolist()]
+    falls = offsets.diff().clamp(max=0).sum(0, keepdim=True).tolist() != [0]
+    if offsets.shape != (targets + 1,) or ends != [0, len(ids)] or falls:
         raise ValueError(
-            f"sampling_mask.offsets has shape {list(offsets.shape)}: [{targets + 1}] is needed, one more than "
-            "there are targets."
+            f"sampling_mask.offsets has shape {list(offsets.shape)} and ends {ends}: [{targets + 1}] is needed, one "
+            f"more than there are targets, ascending from 0 to the {len(ids)} token_ids."
         )
-    first, last = offsets[:1].tolist()[0], offsets[-1:].tolist()[0]
-    if first != 0 or last != len(ids):
-        raise ValueError(
-            f"sampling_mask.offsets runs from {first} to {last}: it must run from 0 to the {len(ids)} token_ids there "
-            "are."
-        )
-    if targets and offsets.diff().amin().reshape(1).tolist()[0] < 0:
-        i = int(offsets.diff().argmin())
-        before, after = offsets[i : i + 2].tolist()
-        raise ValueError(f"sampling_mask.offsets falls from {before} to {after} at target {i}: it must ascend.")

@@ -43,7 +43,7 @@ def megatron_log_probs(logits_TV: Tensor, call: Call) -> Tensor:
         )
     ignored_R = call.targets_R < 0
     copy_RV = _prepared_copy(logits_TV, call)
-    targets = torch.where(ignored_R, 0, call.targets_R).to(torch.int64)
+    targets = torch.where(ignored_R, 0, call.targets_R)
     loss_R = vocab_parallel_cross_entropy(copy_RV[:, None], targets[:, None])[:, 0]
     return torch.where(ignored_R, 0.0, -loss_R)
 
@@ -64,7 +64,7 @@ def transformer_engine_log_probs(logits_TV: Tensor, call: Call) -> Tensor:
         raise ValueError("backend='transformer-engine' cannot do torch.float16 logits: use backend='torch'.")
     ignored_R = call.targets_R < 0
     copy_RV = _prepared_copy(logits_TV, call)
-    targets = torch.where(ignored_R, _TE_IGNORE, call.targets_R).to(torch.int64)
+    targets = torch.where(ignored_R, _TE_IGNORE, call.targets_R)
     # By position: the names differ between releases. Label smoothing 0, no reduction of the loss.
     newer = "overwrite_input" in inspect.signature(parallel_cross_entropy).parameters
     x_R1V = (copy_RV if newer else copy_RV.float())[:, None]
@@ -75,12 +75,9 @@ def transformer_engine_log_probs(logits_TV: Tensor, call: Call) -> Tensor:
 
 def _prepared_copy(logits_TV: Tensor, call: Call) -> Tensor:
     """[R, V]: picked, divided by the temperature (in float32), 0 at ignored targets: no NaN spreads from there."""
-    temperature = call.temperature
     x_RV = logits_TV if call.rows_R is None else logits_TV.index_select(0, call.rows_R)
-    if isinstance(temperature, Tensor):
-        x_RV = x_RV.float() / temperature.float()[:, None]
-    elif temperature != 1.0:
-        x_RV = x_RV.float() / temperature
+    if call.temperature != 1.0:
+        x_RV = x_RV.float() / call.temperature
     return x_RV.masked_fill((call.targets_R < 0)[:, None], 0.0)
 
 

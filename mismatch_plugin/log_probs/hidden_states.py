@@ -8,7 +8,6 @@ C: the rows of one chunk.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,14 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.torch_version import TorchVersion
 
 from mismatch_plugin.config.settings import LogProbBackend as Backend
-from mismatch_plugin.log_probs.arguments import (
-    Call,
-    Entropy,
-    LogProbs,
-    RaggedSamplingMask,
-    checked_backend,
-    checked_call,
-)
+from mismatch_plugin.log_probs.arguments import Call, Entropy, LogProbs, RaggedSamplingMask, checked_call
 from mismatch_plugin.log_probs.backends import choose_arithmetic
 from mismatch_plugin.log_probs.torch_arithmetic import default_block_rows
 
@@ -41,15 +33,6 @@ _MM_HAS_OUT_DTYPE = TorchVersion(torch.__version__) >= "2.8"
 """Without it the factors of that product are widened first."""
 
 
-@dataclass(frozen=True, eq=False)
-class Head:
-    """What a call says of hidden states and weight."""
-
-    arithmetic: Any
-    chunk_rows: int
-    sequence_parallel: bool
-
-
 def vocab_parallel_linear_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -57,11 +40,10 @@ def vocab_parallel_linear_log_probs(
     *,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
-    temperature: float | Tensor = 1.0,
+    temperature: float = 1.0,
     entropy: Entropy = "none",
     vocab_size: int | None = None,
-    vocab_start: int | None = None,
-    sampling_mask: Tensor | RaggedSamplingMask | None = None,
+    sampling_mask: RaggedSamplingMask | None = None,
     rows: Tensor | None = None,
     chunk_rows: int | None = None,
     backend: Backend = "auto",
@@ -76,9 +58,9 @@ def vocab_parallel_linear_log_probs(
         hidden: [T, H] of the last norm, in bf16, fp16, fp32 or fp64; the same on every rank of `tp_group`, or with
             `sequence_parallel` this rank's [T / tp, H].
         weight: [V, H] this rank's rows of the head (or of the embedding that is tied to it), in the same dtype.
-        targets, tp_group, temperature, entropy, vocab_size, vocab_start, sampling_mask: as in
-            `vocab_parallel_log_probs`: targets are [T] ids, or [R] with `rows`. Hidden states of ignored targets should
-            be finite: as in any linear layer, 0 · NaN is NaN in the gradient of the weight.
+        targets, tp_group, temperature, entropy, vocab_size, sampling_mask: as in `vocab_parallel_log_probs`: targets
+            are [T] ids, or [R] with `rows`. Hidden states of ignored targets should be finite: as in any linear layer,
+            0 · NaN is NaN in the gradient of the weight.
         rows: [R] int64: targets[i] is predicted by hidden[rows[i]], of the gathered T rows. Others cost nothing; a row
             may be there more than once.
         sequence_parallel: hidden is sharded over `tp_group` along T: gathered here, its gradient reduce-scattered.
@@ -100,47 +82,49 @@ def vocab_parallel_linear_log_probs(
     Source: chunked heads as in Liger Kernel (https://arxiv.org/abs/2410.10989) and Cut Cross-Entropy
         (https://arxiv.org/abs/2411.09009), here with entropy, sampling masks and Megatron's shards.
     """
-    if (backend := checked_backend(backend)) not in ("auto", "torch", "triton"):
-        raise ValueError(f"backend={backend!r} needs whole logits, which do not exist here: use auto, torch or triton.")
     tp_size = 1 if tp_group is None else tp_group.size()
     width = weight.shape[:1].numel()
     call = checked_call(
         hidden, targets, name="hidden", tokens=hidden.shape[:1].numel() * (tp_size if sequence_parallel else 1),
-        width=width, rows=rows, temperature=temperature, sampling_mask=sampling_mask, tp_group=tp_group,
-        vocab_size=vocab_size, vocab_start=vocab_start, entropy=entropy, inplace_gradient=True,
+        width=width, backend=backend, rows=rows, temperature=temperature, sampling_mask=sampling_mask,
+        tp_group=tp_group, vocab_size=vocab_size, entropy=entropy, inplace_gradient=True,
         block_rows=default_block_rows(hidden, width),
     )  # fmt: skip
+    if backend not in ("auto", "torch", "triton"):
+        raise ValueError(f"backend={backend!r} needs whole logits, which do not exist here: use auto, torch or triton.")
     if weight.ndim != 2 or weight.shape[1:] != hidden.shape[1:] or weight.dtype != hidden.dtype:
         raise ValueError(
             f"weight is {weight.dtype} {list(weight.shape)} for {hidden.dtype} {list(hidden.shape)} hidden states: "
             f"[V, H] in the dtype of hidden [T, H] is needed."
         )
-    if weight.device != hidden.device:
-        raise ValueError(f"weight is on {weight.device}, hidden on {hidden.device}: move it there.")
     if sequence_parallel and tp_group is None:
         raise ValueError("sequence_parallel=True has no group to gather over: pass tp_group.")
-    if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(f"chunk_rows={chunk_rows} must be at least 1: leave it out for the default.")
     elements = _DEVICE_CHUNK
     if hidden.device.type == "cpu":
         elements = min(max(2**15 * hidden.shape[1], _CPU_CHUNK[0]), _CPU_CHUNK[1])
     chunk_rows = chunk_rows or max(1, elements // max(1, width))
-    head = Head(choose_arithmetic(hidden, backend), chunk_rows, sequence_parallel and tp_size > 1)
-    return LogProbs(*LinearLogProbs.apply(hidden, weight, call, head))
+    arithmetic = choose_arithmetic(hidden, backend)
+    shards = tp_group if sequence_parallel and tp_size > 1 else None
+    return LogProbs(*LinearLogProbs.apply(hidden, weight, call, arithmetic, chunk_rows, shards))
 
 
 class LinearLogProbs(torch.autograd.Function):
-    """(log_probs [R], entropy [R] or None); gradients go to hidden states and weight."""
+    """(log_probs [R], entropy [R] or None); gradients go to hidden states and weight.
+
+    shards: the group over whose ranks the hidden states are sharded along T; None: they are whole.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, call: Call, head: Head) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, call: Call, arithmetic: Any, chunk_rows: int, shards: Any
+    ) -> tuple[Tensor, Tensor | None]:
         dtype = torch.float64 if hidden_TH.dtype == torch.float64 else torch.float32
         statistics_4R = hidden_TH.new_empty((4, len(call.targets_R)), dtype=dtype)
-        for chunk, inputs, _ in _chunks(_gathered(hidden_TH, call, head), weight_VH, call, head):
-            statistics_4R[:, chunk] = head.arithmetic.local_statistics(inputs)
-        log_probs_R, entropy_R, shift_R, total_R = head.arithmetic.finish(call.gather(statistics_4R), call)
+        for chunk, logits_CV, _ in _chunks(_gathered(hidden_TH, shards), weight_VH, call, chunk_rows):
+            statistics_4R[:, chunk] = arithmetic.local_statistics(arithmetic.prepare(logits_CV, call.part(chunk)))
+        log_probs_R, entropy_R, shift_R, total_R = arithmetic.finish(call.gather(statistics_4R), call)
         call.save(ctx, entropy_R, hidden_TH, weight_VH, shift_R, total_R)
-        ctx.head = head
+        ctx.arithmetic, ctx.chunk_rows, ctx.shards = arithmetic, chunk_rows, shards
         return log_probs_R, entropy_R
 
     @staticmethod
@@ -150,61 +134,59 @@ class LinearLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden_TH, weight_VH, *per_target = ctx.saved_tensors[:5]
         call: Call = ctx.call
-        head: Head = ctx.head
-        hidden_TH = _gathered(hidden_TH, call, head)
+        hidden_TH = _gathered(hidden_TH, ctx.shards)
         with_hidden, with_weight = ctx.needs_input_grad[:2]
         grad_RH = hidden_TH.new_empty((len(call.targets_R), hidden_TH.shape[1])) if with_hidden else None
         main_grad = _main_grad(weight_VH)
         total_VH = main_grad
         if with_weight and total_VH is None:
             total_VH = torch.zeros_like(weight_VH, dtype=per_target[0].dtype)
-        for chunk, inputs, hidden_CH in _chunks(hidden_TH, weight_VH, call, head):
+        for chunk, logits_CV, hidden_CH in _chunks(hidden_TH, weight_VH, call, ctx.chunk_rows):
+            inputs = ctx.arithmetic.prepare(logits_CV, call.part(chunk))
             rows = [None if values_R is None else values_R[chunk] for values_R in (*per_target, *grads_R)]
-            gradient_CV = head.arithmetic.gradient(inputs, *rows)  # in the place of the logits
+            gradient_CV = ctx.arithmetic.gradient(inputs, *rows)  # in the place of the logits
             if grad_RH is not None:
                 torch.mm(gradient_CV, weight_VH, out=grad_RH[chunk])
             if with_weight and total_VH is not None:
                 _add_product(total_VH, gradient_CV, hidden_CH)
-        grad_hidden = None if grad_RH is None else _reduced(grad_RH, hidden_TH, call, head)
+        grad_hidden = None if grad_RH is None else _reduced(grad_RH, hidden_TH, call, ctx.shards)
         grad_weight = None
         if with_weight and total_VH is not None:
             grad_weight = total_VH.to(weight_VH.dtype) if main_grad is None else _already_added(weight_VH)
-        return grad_hidden, grad_weight, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
-def _chunks(hidden_TH: Tensor, weight_VH: Tensor, call: Call, head: Head) -> Iterator[tuple[slice, Any, Tensor]]:
-    """(targets, what the arithmetic reads of their logits, hidden states [C, H]) of each chunk.
+def _chunks(hidden_TH: Tensor, weight_VH: Tensor, call: Call, size: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """(targets, their logits [C, V], their hidden states [C, H]) of each chunk.
 
     All chunks have their logits in one buffer: they live until the next."""
     hidden_TH, weight_VH = hidden_TH.detach(), weight_VH.detach()
-    count, size = len(call.targets_R), head.chunk_rows
+    count = len(call.targets_R)
     logits_SV = hidden_TH.new_empty((min(size, count), len(weight_VH)))
     for begin in range(0, count, size):
         chunk = slice(begin, min(begin + size, count))
         hidden_CH = hidden_TH[chunk] if call.rows_R is None else hidden_TH[call.rows_R[chunk]]
-        logits_CV = torch.mm(hidden_CH, weight_VH.t(), out=logits_SV[: chunk.stop - begin])
-        yield chunk, head.arithmetic.prepare(logits_CV, call.part(chunk)), hidden_CH
+        yield chunk, torch.mm(hidden_CH, weight_VH.t(), out=logits_SV[: chunk.stop - begin]), hidden_CH
 
 
-def _gathered(hidden_TH: Tensor, call: Call, head: Head) -> Tensor:
+def _gathered(hidden_TH: Tensor, shards: dist.ProcessGroup | None) -> Tensor:
     """[T, H]: all of them, by an all-gather where they are sharded over the sequence."""
-    if not head.sequence_parallel or call.tp_group is None:
+    if shards is None:
         return hidden_TH
-    gathered_TH = hidden_TH.new_empty((len(hidden_TH) * call.tp_group.size(), hidden_TH.shape[1]))
-    dist.all_gather_into_tensor(gathered_TH, hidden_TH.detach().contiguous(), group=call.tp_group)
+    gathered_TH = hidden_TH.new_empty((len(hidden_TH) * shards.size(), hidden_TH.shape[1]))
+    dist.all_gather_into_tensor(gathered_TH, hidden_TH.detach().contiguous(), group=shards)
     return gathered_TH
 
 
-def _reduced(grad_RH: Tensor, hidden_TH: Tensor, call: Call, head: Head) -> Tensor:
+def _reduced(grad_RH: Tensor, hidden_TH: Tensor, call: Call, shards: dist.ProcessGroup | None) -> Tensor:
     """d hidden as the input was: summed over the shards of the vocabulary, and scattered where it was gathered."""
-    group, rows_R = call.tp_group, call.rows_R
-    if group is not None and group.size() > 1 and not head.sequence_parallel:
-        dist.all_reduce(grad_RH, group=group)
-    grad_TH = grad_RH if rows_R is None else torch.zeros_like(hidden_TH).index_add_(0, rows_R, grad_RH)
-    if group is None or not head.sequence_parallel:
+    if shards is None and call.tp_group is not None and call.tp_group.size() > 1:
+        dist.all_reduce(grad_RH, group=call.tp_group)
+    grad_TH = grad_RH if call.rows_R is None else torch.zeros_like(hidden_TH).index_add_(0, call.rows_R, grad_RH)
+    if shards is None:
         return grad_TH
-    scattered_TH = grad_TH.new_empty((len(grad_TH) // group.size(), grad_TH.shape[1]))
-    dist.reduce_scatter_tensor(scattered_TH, grad_TH, group=group)
+    scattered_TH = grad_TH.new_empty((len(grad_TH) // shards.size(), grad_TH.shape[1]))
+    dist.reduce_scatter_tensor(scattered_TH, grad_TH, group=shards)
     return scattered_TH
 
 
@@ -227,7 +209,7 @@ def _add_product(total_VH: Tensor, gradient_CV: Tensor, hidden_CH: Tensor) -> No
     if total_VH.dtype == gradient_CV.dtype:
         total_VH.addmm_(gradient_CV.t(), hidden_CH)
         return
-    for begin in range(0, len(total_VH), size := max(1, _WEIGHT_BLOCK // max(1, total_VH.shape[1]))):
+    for begin in range(0, len(total_VH), size := max(1, _WEIGHT_BLOCK // total_VH.shape[1])):
         block, left = total_VH[begin : begin + size], gradient_CV[:, begin : begin + size].t()
         if gradient_CV.is_cuda and _MM_HAS_OUT_DTYPE:
             block += torch.mm(left, hidden_CH, out_dtype=total_VH.dtype)

@@ -14,19 +14,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mismatch_plugin.config.settings import LogProbBackend as Backend
-from mismatch_plugin.log_probs.arguments import (
-    Call,
-    Entropy,
-    LogProbs,
-    RaggedSamplingMask,
-    checked_backend,
-    checked_call,
-)
+from mismatch_plugin.log_probs.arguments import Call, Entropy, LogProbs, RaggedSamplingMask, checked_call
 from mismatch_plugin.log_probs.backends import choose_arithmetic, megatron_log_probs, transformer_engine_log_probs
 from mismatch_plugin.log_probs.torch_arithmetic import default_block_rows
 
 BORROWED = {"megatron": megatron_log_probs, "transformer-engine": transformer_engine_log_probs}
-"""Backends that are another library's cross entropy: log-probs alone, out of place, over even and unpadded shards."""
+"""Backends that are another library's cross entropy: log-probs alone, out of place, over unpadded shards."""
 
 
 def vocab_parallel_log_probs(
@@ -34,11 +27,10 @@ def vocab_parallel_log_probs(
     targets: Tensor,
     *,
     tp_group: dist.ProcessGroup | None = None,
-    temperature: float | Tensor = 1.0,
+    temperature: float = 1.0,
     entropy: Entropy = "none",
     vocab_size: int | None = None,
-    vocab_start: int | None = None,
-    sampling_mask: Tensor | RaggedSamplingMask | None = None,
+    sampling_mask: RaggedSamplingMask | None = None,
     rows: Tensor | None = None,
     inplace_gradient: bool = False,
     block_rows: int | None = None,
@@ -47,25 +39,22 @@ def vocab_parallel_log_probs(
     """log p(target) and the entropy of p = softmax(logits / temperature) over the vocabulary [0, vocab_size).
 
         log_probs_i = x_y − ln Σ_j e^{x_j}      entropy_i = − Σ_j p_j ln p_j
-        with x = logits[rows_i] / temperature_i and y = targets_i
+        with x = logits[rows_i] / temperature and y = targets_i
 
     With a sampling mask both sums run over the kept ids only: the distribution the token was really drawn from.
 
     Args:
-        logits: [T, V] this rank's columns; bf16, fp16, fp32 or fp64, any strides. Never changed without
-            `inplace_gradient`.
+        logits: [T, V] this rank's columns, as many on every rank, in rank order; bf16, fp16, fp32 or fp64. Never
+            changed without `inplace_gradient`. Copied if columns do not lie one after the other, or rows overlap.
         targets: [R] int64 or int32, global ids on the device of the logits. Negative (such as −100) means ignored:
             result 0, gradient exactly 0, and NaN logits there do no harm; but they are computed. An id that is not in
             the vocabulary has log-prob −inf.
-        tp_group: the tensor-parallel group over which the vocabulary is sharded, in rank order. None: not sharded.
-        temperature: what the sampler divided the logits by; a float, or one per target: [R]. It gets no gradient.
+        tp_group: the tensor-parallel group over which the vocabulary is sharded. None: not sharded.
+        temperature: what the sampler divided the logits by.
         entropy: "none"; "detached", as a metric; "grad", as a loss term. It takes no second pass over the logits.
         vocab_size: the real vocabulary. Columns beyond it are excluded and get gradient 0: Megatron pads, the rollout
             engine does not, and padding in the sum is a mismatch. None: every column counts.
-        vocab_start: global id of the first column. None: shards are even, rank · V. Needed where they are not.
-        sampling_mask: kept ids per target as `RaggedSamplingMask`, or bool [R, V] of this rank's columns. The gradient
-            outside is 0. The target always counts as kept. A target with no ragged ids is unfiltered; a boolean row of
-            False keeps the target only.
+        sampling_mask: kept ids per target. The gradient outside is 0. The target always counts as kept.
         rows: [R] int64 on the device of the logits: targets[i] is predicted by logits[rows[i]]. Made on the host with
             the batch (from the loss mask), it makes prompt and tool rows free: they are not read, and their gradient is
             exactly 0. Each row at most once, which is asserted on a device, without a host sync. None: R = T, row i
@@ -87,32 +76,27 @@ def vocab_parallel_log_probs(
     Source: the online softmax of Milakov & Gimelshein 2018 (https://arxiv.org/abs/1805.02867), sharded as in
         Megatron-LM.
     """
-    backend = checked_backend(backend)
     width = logits.shape[-1]
     call = checked_call(
-        logits, targets, name="logits", tokens=len(logits), width=width, rows=rows, temperature=temperature,
-        sampling_mask=sampling_mask, tp_group=tp_group, vocab_size=vocab_size, vocab_start=vocab_start, entropy=entropy,
+        logits, targets, name="logits", tokens=len(logits), width=width, backend=backend, rows=rows,
+        temperature=temperature, sampling_mask=sampling_mask, tp_group=tp_group, vocab_size=vocab_size, entropy=entropy,
         inplace_gradient=inplace_gradient, block_rows=block_rows or default_block_rows(logits, width),
     )  # fmt: skip
-    if inplace_gradient and any(n > 1 and step == 0 for n, step in zip(logits.shape, logits.stride(), strict=True)):
-        raise ValueError("logits is expanded: rows share their storage, which inplace_gradient=True would overwrite.")
-    if block_rows is not None and block_rows < 1:
-        raise ValueError(f"block_rows={block_rows} must be at least 1: leave it out for the default.")
-
     if backend in BORROWED:
-        tp_rank, tp_size = (0, 1) if tp_group is None else (tp_group.rank(), tp_group.size())
+        tp_size = 1 if tp_group is None else tp_group.size()
         refused = {
             f"entropy={entropy!r}": entropy != "none",
             "a sampling_mask": sampling_mask is not None,
             "inplace_gradient=True": inplace_gradient,
             f"padding (vocab_size={vocab_size})": vocab_size not in (None, width * tp_size),
-            f"uneven shards (vocab_start={vocab_start})": call.vocab_start != tp_rank * width,
             f"{logits.dtype} logits": logits.dtype == torch.float64,
         }
         for what, asked in refused.items():
             if asked:
                 raise ValueError(f"backend={backend!r} cannot do {what}: use backend='torch'.")
         return LogProbs(BORROWED[backend](logits, call), None)
+    if logits.stride(1) != 1 or logits.stride(0) < width:
+        logits = logits.contiguous()
     return LogProbs(*LogProbsFunction.apply(logits, call, choose_arithmetic(logits, backend)))
 
 

@@ -20,7 +20,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from mismatch_plugin.log_probs.arguments import Call, RaggedSamplingMask
+from mismatch_plugin.log_probs.arguments import Call
 
 ZERO_EXPONENT = -1e4
 """2^-1e4 is 0 in every dtype, while -1e4 · 0 is 0 where −inf · 0 would be NaN."""
@@ -42,25 +42,24 @@ class Blocks:
     """Reads the logits by blocks: picked rows, columns inside the vocabulary, filtered, in the accumulation dtype."""
 
     def __init__(self, logits_TV: Tensor, call: Call) -> None:
-        self.logits_TV, self.rows_R, self.call = logits_TV.detach(), call.rows_R, call
-        targets_R, temperature = call.targets_R, call.temperature
-        self.count = len(targets_R)
+        self.logits_TV, self.call = logits_TV.detach(), call
+        self.count = len(call.targets_R)
         self.dtype = torch.float64 if logits_TV.dtype == torch.float64 else torch.float32
         """Of sums, results and everything per row."""
-        self.unit: float | Tensor  # what a logit is multiplied with to be an exponent of 2: a float or [R]
-        if isinstance(temperature, Tensor):
-            self.unit = math.log2(math.e) / temperature.detach().to(self.dtype)
-        else:
-            self.unit = math.log2(math.e) / temperature
-
-        self.ignored_R = targets_R < 0
-        local_R = targets_R.to(torch.int64) - call.vocab_start
+        self.ignored_R = call.targets_R < 0
+        local_R = call.targets_R - call.vocab_start
         self.owned_R = (local_R >= 0) & (local_R < call.columns) & ~self.ignored_R
         self.target_column_R = torch.where(self.owned_R, local_R, 0)
 
         self.size = min(call.block_rows, max(1, self.count))
         self.scratch_BW = logits_TV.new_empty((self.size, call.columns), dtype=self.dtype)
-        self.filter = None if call.sampling_mask is None else _Filter(call.sampling_mask, self)
+        if (mask := call.sampling_mask) is not None:
+            # One column more than there are: what belongs to other shards is written there, for want of a condition.
+            self.penalty_BW1 = self.scratch_BW.new_empty((self.size, call.columns + 1))
+            self.offsets: list[int] = mask.offsets.tolist()
+            offsets_R1, self.row_K, self.column_K = mask.on_shard(call, elsewhere=call.columns)
+            self.start_R1 = torch.where(offsets_R1.diff()[:, None] > 0, -math.inf, 0.0)
+            self.sampled_R1 = torch.where(self.owned_R, self.target_column_R, call.columns)[:, None]
 
     def split(self, values: Tensor) -> tuple[Tensor, ...]:
         """[R, …] by blocks: views made all at once, which on CPU would otherwise cost as much as what is computed."""
@@ -71,43 +70,49 @@ class Blocks:
 
         of_maxima: the shift is each row's scaled maximum, found here and written, negated, to negative_shift_R1.
         """
-        units = self.split(self.unit[:, None]) if isinstance(self.unit, Tensor) else repeat(self.unit)
-        for x_BW, shift_B1, unit in zip(self._logits(), self.split(negative_shift_R1), units, strict=False):
+        unit = self.call.unit
+        for x_BW, shift_B1 in zip(self._logits(), self.split(negative_shift_R1), strict=True):
             if of_maxima:  # finite even where every logit is −inf: −inf − (−inf) would be NaN
                 torch.amax(x_BW, -1, keepdim=True, out=shift_B1).mul_(-unit).clamp_max_(torch.finfo(self.dtype).max)
-            scratch_BW = self.scratch_BW[: len(x_BW)]
-            if isinstance(unit, Tensor):
-                yield torch.mul(x_BW, unit, out=scratch_BW).add_(shift_B1)
-            else:  # One fused multiply-add: differences are exact even for huge logits.
-                yield torch.add(shift_B1, x_BW, alpha=unit, out=scratch_BW)
+            # One fused multiply-add: differences are exact even for huge logits.
+            yield torch.add(shift_B1, x_BW, alpha=unit, out=self.scratch_BW[: len(x_BW)])
 
     def target_exponents(self, negative_shift_R: Tensor) -> Tensor:
         """[R]: the target's z, −inf where another shard owns it."""
-        row_R = self.rows_R
+        row_R = self.call.rows_R
         if row_R is None:
             row_R = torch.arange(self.count, device=self.logits_TV.device)
         x_R = self.logits_TV[row_R, self.target_column_R].to(self.dtype)
-        if isinstance(self.unit, Tensor):
-            z_R = (x_R * self.unit).add_(negative_shift_R)
-        else:
-            z_R = torch.add(negative_shift_R, x_R, alpha=self.unit)
-        return torch.where(self.owned_R, z_R, -math.inf)
+        return torch.where(self.owned_R, torch.add(negative_shift_R, x_R, alpha=self.call.unit), -math.inf)
 
     def _logits(self) -> Iterator[Tensor]:
         """[B, W] in the accumulation dtype, −inf where filtered: views of the logits where that will do."""
-        columns, penalties = self.call.columns, repeat(None) if self.filter is None else self.filter.penalties(self)
-        if self.rows_R is None:
+        columns, rows_R = self.call.columns, self.call.rows_R
+        if rows_R is None:
             parts = iter(self.split(self.logits_TV[:, :columns]))
         else:
             picked_BV = self.logits_TV.new_empty((self.size, self.logits_TV.shape[1]))
             parts = (
                 torch.index_select(self.logits_TV, 0, row_B, out=picked_BV[: len(row_B)])[:, :columns]
-                for row_B in self.split(self.rows_R)
+                for row_B in self.split(rows_R)
             )
-        for x_BW, penalty_BW in zip(parts, penalties, strict=False):
+        begin = 0
+        for x_BW in parts:
+            scratch_BW = self.scratch_BW[: len(x_BW)]
             if x_BW.dtype != self.dtype:
-                x_BW = self.scratch_BW[: len(x_BW)].copy_(x_BW)
-            yield x_BW if penalty_BW is None else torch.add(x_BW, penalty_BW, out=self.scratch_BW[: len(x_BW)])
+                x_BW = scratch_BW.copy_(x_BW)
+            if self.call.sampling_mask is not None:
+                x_BW = torch.add(x_BW, self._penalty(begin, begin + len(x_BW)), out=scratch_BW)
+                begin += len(x_BW)
+            yield x_BW
+
+    def _penalty(self, begin: int, end: int) -> Tensor:
+        """[B, W] of these targets: 0 for kept columns, −inf for the others. The sampled id is always kept."""
+        penalty_BW1 = self.penalty_BW1[: end - begin].copy_(self.start_R1[begin:end])
+        ids = slice(self.offsets[begin], self.offsets[end])
+        flat = (self.row_K[ids] - begin) * penalty_BW1.shape[1] + self.column_K[ids]
+        penalty_BW1.view(-1).index_fill_(0, flat, 0.0)
+        return penalty_BW1.scatter_(1, self.sampled_R1[begin:end], 0.0)[:, :-1]
 
     def select(self, values_R: Tensor) -> Tensor:
         """The values, 0 at ignored targets whatever stood there (NaN included)."""
@@ -116,46 +121,6 @@ class Blocks:
 
 prepare = Blocks
 """As `triton_arithmetic.prepare`: what the functions below read."""
-
-
-class _Filter:
-    """The sampling mask as what is added to a block of logits: 0 for kept columns, −inf for the others."""
-
-    def __init__(self, mask: Tensor | RaggedSamplingMask, blocks: Blocks) -> None:
-        # Keeps nothing of `blocks`: a cycle would hold the logits and the scratch until the garbage collector runs.
-        self.mask_RV = mask if isinstance(mask, Tensor) else None
-        columns = blocks.call.columns
-        # One column more than there are: what belongs to other shards is written there, for want of a condition.
-        self.penalty_BW1 = blocks.scratch_BW.new_empty((blocks.size, columns + 1))
-        self.target_column_R1 = torch.where(blocks.owned_R, blocks.target_column_R, columns)[:, None]
-        if isinstance(mask, RaggedSamplingMask):
-            device = mask.token_ids.device
-            self.offsets: list[int] = mask.offsets.tolist()
-            counts_R = mask.offsets.to(device, non_blocking=True).diff()
-            self.row_K = torch.repeat_interleave(
-                torch.arange(blocks.count, device=device), counts_R, output_size=mask.token_ids.shape[0]
-            )
-            local_K = mask.token_ids.to(torch.int64) - blocks.call.vocab_start
-            self.column_K = torch.where((local_K >= 0) & (local_K < columns), local_K, columns)
-            self.start_R1 = torch.where(counts_R[:, None] > 0, -math.inf, 0.0)
-
-    def penalties(self, blocks: Blocks) -> Iterator[Tensor]:
-        """[B, W] of every block. The target is always kept: a sampled token cannot have been outside its own filter."""
-        begin = 0
-        for target_column_B1 in blocks.split(self.target_column_R1):
-            block = slice(begin, begin + len(target_column_B1))
-            penalty_BW1 = self.penalty_BW1[: len(target_column_B1)]
-            penalty_BW = penalty_BW1[:, :-1]
-            if self.mask_RV is not None:
-                penalty_BW.copy_(self.mask_RV[block, : penalty_BW.shape[1]])
-                penalty_BW.reciprocal_().neg_().add_(1.0)  # 1 − 1/kept is 0 or −inf, and much faster than log or where
-            else:
-                penalty_BW1.copy_(self.start_R1[block])
-                ids = slice(self.offsets[block.start], self.offsets[block.stop])
-                flat = (self.row_K[ids] - block.start) * penalty_BW1.shape[1] + self.column_K[ids]
-                penalty_BW1.view(-1).index_fill_(0, flat, 0.0)
-            yield penalty_BW1.scatter_(1, target_column_B1, 0.0)[:, :-1]
-            begin = block.stop
 
 
 def local_statistics(blocks: Blocks) -> Tensor:
@@ -226,8 +191,8 @@ def gradient(
         g·(1[j = target] − p_j) − h·p_j·(ln p_j + H).
     As p = e / total and ln p = ln2·(z − log2 total), that is e·(constant + slope·z), plus g at the target.
     """
-    logits_TV, columns = blocks.logits_TV, blocks.call.columns
-    inverse_temperature = blocks.unit * math.log(2)
+    logits_TV, columns, rows_R = blocks.logits_TV, blocks.call.columns, blocks.call.rows_R
+    inverse_temperature = 1.0 / blocks.call.temperature
     g_R = torch.zeros_like(total_R) if grad_log_probs_R is None else blocks.select(grad_log_probs_R.to(blocks.dtype))
     constant_R, slope_R = -g_R, None
     if grad_entropy_R is not None and entropy_R is not None:
@@ -241,10 +206,10 @@ def gradient(
     computed_bits_R = torch.where(blocks.ignored_R, 0, -1).to(bits)
 
     gradient_TV = logits_TV if blocks.call.inplace_gradient else torch.empty_like(logits_TV)
-    direct = blocks.rows_R is None and logits_TV.dtype == blocks.dtype
+    direct = rows_R is None and logits_TV.dtype == blocks.dtype
     exp_BW = blocks.scratch_BW if slope_R is None else torch.empty_like(blocks.scratch_BW)
 
-    outs = blocks.split(gradient_TV[:, :columns]) if blocks.rows_R is None else blocks.split(blocks.rows_R)
+    outs = blocks.split(gradient_TV[:, :columns]) if rows_R is None else blocks.split(rows_R)
     per_row = (values_R[:, None] for values_R in (constant_R, at_target_R, blocks.target_column_R, computed_bits_R))
     slopes = repeat(None) if slope_R is None else blocks.split(slope_R[:, None])
     z_blocks = blocks.exponents(-shift_R[:, None]) if columns else ()
@@ -259,15 +224,15 @@ def gradient(
             torch.mul(e_BW, z_BW.mul_(slope_B1).add_(constant_B1), out=result_BW)
         result_BW.scatter_(1, column_B1, result_BW.gather(1, column_B1).add_(at_target_B1))
         result_BW.view(bits).bitwise_and_(computed_bits_B1)
-        if blocks.rows_R is not None:
+        if rows_R is not None:
             gradient_TV[:, :columns].index_copy_(0, out, result_BW.to(logits_TV.dtype))
         elif not direct:
             out.copy_(result_BW)
 
     gradient_TV[:, columns:].zero_()
-    if blocks.rows_R is not None:
+    if rows_R is not None:
         # The rows are distinct, so that the number of the others is known.
         picked_T = torch.zeros(len(logits_TV), dtype=torch.uint8, device=logits_TV.device)
-        order_T = picked_T.index_fill_(0, blocks.rows_R, 1).argsort()
+        order_T = picked_T.index_fill_(0, rows_R, 1).argsort()
         gradient_TV.index_fill_(0, order_T[: len(logits_TV) - blocks.count], 0.0)
     return gradient_TV

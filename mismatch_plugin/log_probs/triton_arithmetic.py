@@ -6,8 +6,8 @@ Arguments, results, dtypes, edge cases, the one all-gather and the legend are th
   in bf16, entropy included. Rows of ignored targets and rows that were not picked are not read: only their gradient of
   zero is written. Of a row with ragged ids only those ids are read.
 * Memory: the gradient and a few floats a target; with ragged ids 4 bytes an id more, and about 40 for a moment.
-* Launches: two in the forward and two in the backward, whatever T and V are; some tiny ones more for a temperature per
-  target, for picked rows and for ragged ids.
+* Launches: two in the forward and two in the backward, whatever T and V are; some tiny ones more for picked rows and
+  for ragged ids.
 
 A row is never split among programs. One program reads 131072 columns in some tens of microseconds: with few rows the
 call costs no more than its launches, and with many the device is full.
@@ -17,7 +17,6 @@ Without a GPU the kernels run in Triton's interpreter, where TRITON_INTERPRET=1 
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ import triton
 from torch import Tensor
 
 from mismatch_plugin.log_probs import triton_kernels
-from mismatch_plugin.log_probs.arguments import Call, RaggedSamplingMask
+from mismatch_plugin.log_probs.arguments import Call
 
 kernels: Any = triton_kernels  # A launch has other arguments than the kernel's signature says.
 
@@ -58,53 +57,21 @@ class Inputs(NamedTuple):
 
     logits_TV: Tensor
     call: Call
-    unit: float
-    """What a logit is multiplied with to be an exponent of 2; without a meaning if there are `units_R`."""
-    units_R: Tensor | None
-    mask_RV: Tensor | None
     kept_K: Tensor | None
     """int32 columns of this shard, ascending in a row; what is elsewhere, or there already, is `_NO_COLUMN`."""
     offsets_R1: Tensor | None
 
-    @property
-    def filter(self) -> int:
-        """The kernels' FILTER."""
-        chosen = kernels.UNFILTERED
-        if self.mask_RV is not None:
-            chosen = kernels.BOOLEAN
-        elif self.kept_K is not None:
-            chosen = kernels.RAGGED
-        return chosen.value
-
 
 def prepare(logits_TV: Tensor, call: Call) -> Inputs:
     """What the kernels want of a call. Host syncs: none."""
-    unit, units_R, temperature = 1.0, None, call.temperature
-    if isinstance(temperature, Tensor):
-        units_R = math.log2(math.e) / temperature.detach().to(torch.float32).contiguous()
-    else:
-        unit = math.log2(math.e) / temperature
-    mask_RV, kept_K, offsets_R1 = None, None, None
-    if isinstance(call.sampling_mask, RaggedSamplingMask):
-        kept_K, offsets_R1 = _kept_columns(call.sampling_mask, call)
-    elif call.sampling_mask is not None:
-        mask_RV = call.sampling_mask.view(torch.uint8)
-    return Inputs(logits_TV.detach(), call, unit, units_R, mask_RV, kept_K, offsets_R1)
-
-
-def _kept_columns(mask: RaggedSamplingMask, call: Call) -> tuple[Tensor, Tensor]:
-    """(`Inputs.kept_K`, the offsets on the device): sorted, as an id that is there twice must count once."""
-    device = mask.token_ids.device
-    offsets_R1 = mask.offsets.to(device, non_blocking=True)
-    row_K = torch.repeat_interleave(
-        torch.arange(len(mask.offsets) - 1, device=device), offsets_R1.diff(), output_size=len(mask.token_ids)
-    )
-    local_K = mask.token_ids.to(torch.int64) - call.vocab_start
-    local_K = torch.where((local_K >= 0) & (local_K < call.columns), local_K, _NO_COLUMN)
-    sorted_K = row_K.mul_(_NO_COLUMN + 1).add_(local_K).sort().values
+    if call.sampling_mask is None:
+        return Inputs(logits_TV.detach(), call, None, None)
+    offsets_R1, target_K, column_K = call.sampling_mask.on_shard(call, elsewhere=_NO_COLUMN)
+    # Sorted, as an id that is there twice must count once.
+    sorted_K = target_K.mul_(_NO_COLUMN + 1).add_(column_K).sort().values
     kept_K = (sorted_K & _NO_COLUMN).to(torch.int32)
     kept_K[1:].masked_fill_(sorted_K[1:] == sorted_K[:-1], _NO_COLUMN)
-    return kept_K, offsets_R1
+    return Inputs(logits_TV.detach(), call, kept_K, offsets_R1)
 
 
 def local_statistics(inputs: Inputs) -> Tensor:
@@ -118,11 +85,10 @@ def local_statistics(inputs: Inputs) -> Tensor:
     block = min(FORWARD_BLOCK, max(32 * line, triton.next_power_of_2(call.columns)))
     with torch.cuda.device_of(logits_TV):
         kernels.statistics_kernel[(len(targets_R),)](
-            logits_TV, *logits_TV.stride(), rows_R, targets_R, inputs.unit, inputs.units_R,
-            *_mask_arguments(inputs), inputs.kept_K, inputs.offsets_R1, statistics_4R, len(targets_R),
-            call.vocab_start, call.columns, logits_TV.shape[1],
-            FILTER=inputs.filter, ENTROPY=call.entropy != "none", CONTIGUOUS=_contiguous(logits_TV, inputs.mask_RV),
-            LINES=block // line, LINE=line, num_warps=_warps(block), enable_fp_fusion=FUSION,
+            logits_TV, logits_TV.stride(0), rows_R, targets_R, call.unit, inputs.kept_K, inputs.offsets_R1,
+            statistics_4R, len(targets_R), call.vocab_start, call.columns, logits_TV.shape[1],
+            ENTROPY=call.entropy != "none", LINES=block // line, LINE=line, num_warps=_warps(block),
+            enable_fp_fusion=FUSION,
         )  # fmt: skip
     return statistics_4R
 
@@ -156,7 +122,7 @@ def gradient(
     (tokens, width), count = logits_TV.shape, len(targets_R)
     if tokens == 0 or width == 0:
         return gradient_TV
-    coefficients_R5 = shift_R.new_empty((count, 5))
+    coefficients_R4 = shift_R.new_empty((count, 4))
     with_slope = grad_entropy_R is not None
     target_of_row_T = values_K = target_values_R = None
     if rows_R is not None:
@@ -165,45 +131,32 @@ def gradient(
     with torch.cuda.device_of(logits_TV):
         if count:
             kernels.coefficients_kernel[(triton.cdiv(count, _ROW_BLOCK),)](
-                inputs.unit, inputs.units_R, shift_R, total_R, entropy_R,
+                call.unit, shift_R, total_R, entropy_R,
                 grad_log_probs_R, 0 if grad_log_probs_R is None else grad_log_probs_R.stride(0),
                 grad_entropy_R, 0 if grad_entropy_R is None else grad_entropy_R.stride(0),
-                coefficients_R5, count, BLOCK=_ROW_BLOCK, enable_fp_fusion=FUSION,
+                coefficients_R4, count, BLOCK=_ROW_BLOCK, enable_fp_fusion=FUSION,
             )  # fmt: skip
         if inputs.kept_K is not None and count:
             values_K, target_values_R = logits_TV.new_empty(len(inputs.kept_K)), logits_TV.new_empty(count)
             kernels.kept_gradient_kernel[(count,)](
-                logits_TV, *logits_TV.stride(), rows_R, targets_R, inputs.kept_K, inputs.offsets_R1,
-                coefficients_R5, values_K, target_values_R, call.vocab_start, call.columns,
+                logits_TV, logits_TV.stride(0), rows_R, targets_R, inputs.kept_K, inputs.offsets_R1, call.unit,
+                coefficients_R4, values_K, target_values_R, call.vocab_start, call.columns,
                 SLOPE=with_slope, BLOCK=_KEPT_BLOCK, enable_fp_fusion=FUSION,
             )  # fmt: skip
         block = min(BACKWARD_BLOCK, max(256, triton.next_power_of_2(width)))
         blocks = triton.cdiv(width, block)
         kernels.gradient_kernel[(tokens * blocks,)](
-            logits_TV, *logits_TV.stride(), gradient_TV, *gradient_TV.stride(), target_of_row_T, targets_R,
-            *_mask_arguments(inputs), inputs.offsets_R1, coefficients_R5,
-            call.vocab_start, call.columns, width,
-            FILTER=inputs.filter, SLOPE=with_slope,
-            CONTIGUOUS=_contiguous(logits_TV, gradient_TV, inputs.mask_RV),
-            BLOCKS=blocks, BLOCK=block, num_warps=_warps(block), enable_fp_fusion=FUSION,
+            logits_TV, logits_TV.stride(0), gradient_TV, gradient_TV.stride(0), target_of_row_T, targets_R,
+            inputs.offsets_R1, call.unit, coefficients_R4, call.vocab_start, call.columns, width,
+            SLOPE=with_slope, BLOCKS=blocks, BLOCK=block, num_warps=_warps(block), enable_fp_fusion=FUSION,
         )  # fmt: skip
         if values_K is not None:
             kernels.kept_write_kernel[(count,)](
-                gradient_TV, *gradient_TV.stride(), rows_R, targets_R, inputs.kept_K, inputs.offsets_R1,
+                gradient_TV, gradient_TV.stride(0), rows_R, targets_R, inputs.kept_K, inputs.offsets_R1,
                 values_K, target_values_R, call.vocab_start, call.columns, BLOCK=_KEPT_BLOCK,
                 enable_fp_fusion=FUSION,
             )  # fmt: skip
     return gradient_TV
-
-
-def _mask_arguments(inputs: Inputs) -> tuple[Tensor | None, int, int]:
-    mask_RV = inputs.mask_RV
-    return (None, 0, 0) if mask_RV is None else (mask_RV, mask_RV.stride(0), mask_RV.stride(1))
-
-
-def _contiguous(*tensors: Tensor | None) -> bool:
-    """Whether the columns of all lie one after the other."""
-    return all(tensor is None or tensor.stride(1) == 1 for tensor in tensors)
 
 
 def _warps(block: int) -> int:

@@ -24,12 +24,7 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 NEVER = tl.constexpr(ZERO_EXPONENT)
 
 # Sizes and strides that need no variant of their own where they are 1 or a multiple of 16.
-_ANY = (
-    "targets_count", "vocab_start", "stride_v", "gradient_stride_v", "mask_stride_v", "g_stride", "h_stride",
-)  # fmt: skip
-
-# FILTER, what a kernel does about the sampling mask.
-UNFILTERED, BOOLEAN, RAGGED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_ANY = ("targets_count", "vocab_start", "g_stride", "h_stride")
 
 
 def _kernel(*per_row: str) -> Any:
@@ -41,12 +36,6 @@ def _kernel(*per_row: str) -> Any:
 def _clamped(z):
     """2^z is 0 below, and 0 · −inf would be NaN in its product with z. NaN stays NaN."""
     return tl.maximum(z, NEVER, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _at(row, j, stride, CONTIGUOUS: tl.constexpr):
-    """Pointers to the columns j of the row that begins at `row`."""
-    return row + j if CONTIGUOUS else row + j.to(tl.int64) * stride
 
 
 @triton.jit
@@ -77,25 +66,22 @@ def _add_alone(x, unit, condition, maximum, total):
     return maximum, total, total * z
 
 
-@_kernel("rows", "targets", "units", "offsets", "statistics")
+@_kernel("rows", "targets", "offsets", "statistics")
 def statistics_kernel(
-    logits, stride_t, stride_v, rows, targets, unit, units, mask, mask_stride_r, mask_stride_v, kept, offsets,
-    statistics, targets_count, vocab_start, columns, width, FILTER: tl.constexpr, ENTROPY: tl.constexpr,
-    CONTIGUOUS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
+    logits, stride_t, rows, targets, unit, kept, offsets, statistics, targets_count, vocab_start, columns, width,
+    ENTROPY: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     """[4, R]: maximum·unit, Σ e, Σ e·z, the target's z; those of 1 certain token if it is ignored."""
     i = tl.program_id(0).to(tl.int64)
-    target = tl.load(targets + i).to(tl.int64)
+    target = tl.load(targets + i)
     if target >= 0:
         row = i
         if rows is not None:
             row = tl.load(rows + i)
-        if units is not None:
-            unit = tl.load(units + i)
         base = logits + row * stride_t
         target -= vocab_start
         owned = (target >= 0) & (target < columns)
-        target_x = tl.load(base + target * stride_v, mask=owned, other=-float("inf")).to(tl.float32)
+        target_x = tl.load(base + target, mask=owned, other=-float("inf")).to(tl.float32)
 
         BLOCK: tl.constexpr = LINES * LINE
         j = tl.arange(0, LINES)[:, None] * LINE + tl.arange(0, LINE)[None, :]
@@ -103,10 +89,7 @@ def statistics_kernel(
         total = tl.zeros([LINES], tl.float32)
         weighted = tl.zeros([LINES], tl.float32)
         read = columns
-        if FILTER == BOOLEAN:
-            kept_too = tl.load(mask + i * mask_stride_r + target * mask_stride_v, mask=owned, other=1) != 0
-            maximum, total, weighted = _add_alone(target_x, unit, ~kept_too, maximum, total)
-        if FILTER == RAGGED:
+        if offsets is not None:
             begin = tl.load(offsets + i)
             count = tl.load(offsets + i + 1) - begin
             read = tl.where(count > 0, 0, columns)
@@ -114,26 +97,18 @@ def statistics_kernel(
             for start in range(0, count, BLOCK):
                 column = tl.load(kept + begin + start + j, mask=start + j < count, other=columns)
                 inside = (column < columns) & (column != target)
-                pointers = _at(base, column, stride_v, CONTIGUOUS)
-                x = tl.load(pointers, mask=inside, other=-float("inf")).to(tl.float32)
+                x = tl.load(base + column, mask=inside, other=-float("inf")).to(tl.float32)
                 maximum, total, weighted = _add_tile(x, unit, maximum, total, weighted, ENTROPY)
         # No condition in the main loop: the width of its loads hangs on the alignment of rows alone.
         whole = read // BLOCK * BLOCK
         for start in range(0, whole, BLOCK):
-            x = tl.load(_at(base, start + j, stride_v, CONTIGUOUS)).to(tl.float32)
-            if FILTER == BOOLEAN:
-                keep = tl.load(_at(mask + i * mask_stride_r, start + j, mask_stride_v, CONTIGUOUS))
-                x = tl.where(keep != 0, x, -float("inf"))
+            x = tl.load(base + (start + j)).to(tl.float32)
             maximum, total, weighted = _add_tile(x, unit, maximum, total, weighted, ENTROPY)
         if whole < read:
             # Padding is read with its neighbours: a limit at `width` keeps loads wide, one at `columns` would not.
             j += whole
-            x = tl.load(_at(base, j, stride_v, CONTIGUOUS), mask=j < width, other=0.0).to(tl.float32)
-            inside = j < columns
-            if FILTER == BOOLEAN:
-                keep = tl.load(_at(mask + i * mask_stride_r, j, mask_stride_v, CONTIGUOUS), mask=j < width, other=0)
-                inside = inside & (keep != 0)
-            x = tl.where(inside, x, -float("inf"))
+            x = tl.load(base + j, mask=j < width, other=0.0).to(tl.float32)
+            x = tl.where(j < columns, x, -float("inf"))
             maximum, total, weighted = _add_tile(x, unit, maximum, total, weighted, ENTROPY)
 
         highest = tl.max(maximum, 0)
@@ -183,19 +158,18 @@ def finish_kernel(
     tl.store(sums + i, total, mask=inside)
 
 
-@_kernel("units", "shift", "sums", "entropy", "g", "h", "coefficients")
+@_kernel("shift", "sums", "entropy", "g", "h", "coefficients")
 def coefficients_kernel(
-    unit, units, shift, sums, entropy, g, g_stride, h, h_stride, coefficients, targets_count, BLOCK: tl.constexpr,
+    unit, shift, sums, entropy, g, g_stride, h, h_stride, coefficients, targets_count, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """[R, 5]: unit, shift, constant, slope, at_target: dL/dx_j = e·(constant + slope·z) + at_target·1[j = target].
+    """[R, 4]: shift, constant, slope, at_target: dL/dx_j = e·(constant + slope·z) + at_target·1[j = target].
 
     `g` and `h` are the gradients of log-prob and entropy.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < targets_count
-    unit_i = tl.zeros([BLOCK], tl.float32) + unit if units is None else tl.load(units + i, mask=inside, other=1.0)
     total = tl.load(sums + i, mask=inside, other=1.0)
-    inverse_temperature = unit_i * LN2
+    inverse_temperature = unit * LN2
     constant = tl.zeros([BLOCK], tl.float32)
     slope = tl.zeros([BLOCK], tl.float32)
     at_target = tl.zeros([BLOCK], tl.float32)
@@ -208,27 +182,25 @@ def coefficients_kernel(
         constant -= h_i * (tl.load(entropy + i, mask=inside, other=0.0) - LN2 * tl.log2(total))
         slope = tl.div_rn(-LN2 * h_i * inverse_temperature, total)
     constant = tl.div_rn(constant * inverse_temperature, total)
-    coefficients += 5 * i
-    tl.store(coefficients, unit_i, mask=inside)
-    tl.store(coefficients + 1, tl.load(shift + i, mask=inside), mask=inside)
-    tl.store(coefficients + 2, constant, mask=inside)
-    tl.store(coefficients + 3, slope, mask=inside)
-    tl.store(coefficients + 4, at_target, mask=inside)
+    coefficients += 4 * i
+    tl.store(coefficients, tl.load(shift + i, mask=inside), mask=inside)
+    tl.store(coefficients + 1, constant, mask=inside)
+    tl.store(coefficients + 2, slope, mask=inside)
+    tl.store(coefficients + 3, at_target, mask=inside)
 
 
 @triton.jit
-def _gradient(x, coefficients, i, SLOPE: tl.constexpr):
+def _gradient(x, unit, coefficients, i, SLOPE: tl.constexpr):
     """Of the logits x [B] of row i, and what the target's has more."""
-    coefficients += 5 * i
-    unit = tl.load(coefficients)
-    shift = tl.load(coefficients + 1)
-    constant = tl.load(coefficients + 2)
-    at_target = tl.load(coefficients + 4)
+    coefficients += 4 * i
+    shift = tl.load(coefficients)
+    constant = tl.load(coefficients + 1)
+    at_target = tl.load(coefficients + 3)
     none = tl.zeros_like(x)
     z = tl.fma(x, none + unit, none - shift)
     if SLOPE:
         z = _clamped(z)
-        slope = tl.load(coefficients + 3)
+        slope = tl.load(coefficients + 2)
         result = tl.exp2(z) * tl.fma(z, none + slope, none + constant)
     else:
         result = tl.exp2(z) * constant
@@ -237,9 +209,8 @@ def _gradient(x, coefficients, i, SLOPE: tl.constexpr):
 
 @_kernel("target_of_row", "targets", "offsets", "coefficients")
 def gradient_kernel(
-    logits, stride_t, stride_v, gradient, gradient_stride_t, gradient_stride_v, target_of_row, targets, mask,
-    mask_stride_r, mask_stride_v, offsets, coefficients, vocab_start, columns, width,
-    FILTER: tl.constexpr, SLOPE: tl.constexpr, CONTIGUOUS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, stride_t, gradient, gradient_stride_t, target_of_row, targets, offsets, unit, coefficients, vocab_start,
+    columns, width, SLOPE: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dL/dlogits, each element read and written once; rows with ragged ids get 0, for `kept_write_kernel` to fill.
 
@@ -249,28 +220,25 @@ def gradient_kernel(
     row = (program // BLOCKS).to(tl.int64)
     start = program % BLOCKS * BLOCK
     j = start + tl.arange(0, BLOCK)
-    out = _at(gradient + row * gradient_stride_t, j, gradient_stride_v, CONTIGUOUS)
+    out = gradient + row * gradient_stride_t + j
     i = row
     if target_of_row is not None:
         i = tl.load(target_of_row + row)
-    target = tl.load(targets + i, mask=i >= 0, other=-1).to(tl.int64)
+    target = tl.load(targets + i, mask=i >= 0, other=-1)
     computed = target >= 0
-    if FILTER == RAGGED:
+    if offsets is not None:
         begin = tl.load(offsets + i, mask=i >= 0, other=0)
         computed = computed & (tl.load(offsets + i + 1, mask=i >= 0, other=0) == begin)
     if computed:
         # A limit at `width`, as in the forward.
-        x = tl.load(_at(logits + row * stride_t, j, stride_v, CONTIGUOUS), mask=j < width, other=0.0)
-        value, at_target = _gradient(x.to(tl.float32), coefficients, i, SLOPE)
+        x = tl.load(logits + row * stride_t + j, mask=j < width, other=0.0)
+        value, at_target = _gradient(x.to(tl.float32), unit, coefficients, i, SLOPE)
         result = value
-        if FILTER == BOOLEAN:
-            allowed = tl.load(_at(mask + i * mask_stride_r, j, mask_stride_v, CONTIGUOUS), mask=j < width, other=0)
-            result = tl.where(allowed != 0, value, 0.0)
         target -= vocab_start + start
         has_target = (target >= 0) & (target < BLOCK)
         if has_target | (start + BLOCK > columns):
             at = tl.arange(0, BLOCK) == tl.where(has_target, target, -1).to(tl.int32)
-            result = tl.where(j < columns, tl.where(at, value + at_target, result), 0.0)
+            result = tl.where(j < columns, tl.where(at, value + at_target, value), 0.0)
         tl.store(out, result.to(gradient.dtype.element_ty), mask=j < width)
     else:
         tl.store(out, tl.zeros([BLOCK], gradient.dtype.element_ty), mask=j < width)
@@ -278,12 +246,12 @@ def gradient_kernel(
 
 @_kernel("rows", "targets", "kept", "offsets", "coefficients", "values", "target_values")
 def kept_gradient_kernel(
-    logits, stride_t, stride_v, rows, targets, kept, offsets, coefficients, values, target_values,
-    vocab_start, columns, SLOPE: tl.constexpr, BLOCK: tl.constexpr,
+    logits, stride_t, rows, targets, kept, offsets, unit, coefficients, values, target_values, vocab_start, columns,
+    SLOPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradient at the ragged ids [K] and the targets [R], before `gradient_kernel`, which may write in place."""
     i = tl.program_id(0).to(tl.int64)
-    target = tl.load(targets + i).to(tl.int64)
+    target = tl.load(targets + i)
     begin = tl.load(offsets + i)
     count = tl.load(offsets + i + 1) - begin
     if (target >= 0) & (count > 0):
@@ -294,25 +262,24 @@ def kept_gradient_kernel(
         target -= vocab_start
         for start in range(0, count, BLOCK):
             k = start + tl.arange(0, BLOCK)
-            column = tl.load(kept + begin + k, mask=k < count, other=columns).to(tl.int64)
-            x = tl.load(base + column * stride_v, mask=column < columns, other=0.0).to(tl.float32)
-            result, at_target = _gradient(x, coefficients, i, SLOPE)
+            column = tl.load(kept + begin + k, mask=k < count, other=columns)
+            x = tl.load(base + column, mask=column < columns, other=0.0).to(tl.float32)
+            result, at_target = _gradient(x, unit, coefficients, i, SLOPE)
             result = tl.where(column == target, result + at_target, result)
             tl.store(values + begin + k, result.to(values.dtype.element_ty), mask=k < count)
         owned = (target >= 0) & (target < columns)
-        x = tl.load(base + target * stride_v, mask=owned, other=0.0).to(tl.float32)
-        result, at_target = _gradient(x, coefficients, i, SLOPE)
+        x = tl.load(base + target, mask=owned, other=0.0).to(tl.float32)
+        result, at_target = _gradient(x, unit, coefficients, i, SLOPE)
         tl.store(target_values + i, (result + at_target).to(values.dtype.element_ty))
 
 
 @_kernel("rows", "targets", "kept", "offsets", "values", "target_values")
 def kept_write_kernel(
-    gradient, stride_t, stride_v, rows, targets, kept, offsets, values, target_values, vocab_start, columns,
-    BLOCK: tl.constexpr,
+    gradient, stride_t, rows, targets, kept, offsets, values, target_values, vocab_start, columns, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What `kept_gradient_kernel` computed, to where it belongs: every element of the gradient at most once."""
     i = tl.program_id(0).to(tl.int64)
-    target = tl.load(targets + i).to(tl.int64)
+    target = tl.load(targets + i)
     begin = tl.load(offsets + i)
     count = tl.load(offsets + i + 1) - begin
     if (target >= 0) & (count > 0):
@@ -323,7 +290,7 @@ def kept_write_kernel(
         target -= vocab_start
         for start in range(0, count, BLOCK):
             k = start + tl.arange(0, BLOCK)
-            column = tl.load(kept + begin + k, mask=k < count, other=columns).to(tl.int64)
+            column = tl.load(kept + begin + k, mask=k < count, other=columns)
             value = tl.load(values + begin + k, mask=k < count, other=0.0)
-            tl.store(base + column * stride_v, value, mask=(column < columns) & (column != target))
-        tl.store(base + target * stride_v, tl.load(target_values + i), mask=(target >= 0) & (target < columns))
+            tl.store(base + column, value, mask=(column < columns) & (column != target))
+        tl.store(base + target, tl.load(target_values + i), mask=(target >= 0) & (target < columns))

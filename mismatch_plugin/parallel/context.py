@@ -39,12 +39,9 @@ def local_positions(padded: int, layout: ContextLayout, size: int, rank: int) ->
     """Positions that `rank` owns of a sequence of `padded_length` tokens, in the order it holds them. int64."""
     if size == 1 or layout == "none":
         return torch.arange(padded)
-    if layout == "contiguous":
-        chunk = padded // size
-        return torch.arange(rank * chunk, (rank + 1) * chunk)
-    chunk = padded // (2 * size)
-    first, second = rank * chunk, (2 * size - 1 - rank) * chunk
-    return torch.cat([torch.arange(first, first + chunk), torch.arange(second, second + chunk)])
+    chunk = padded // chunk_count(layout, size)
+    owned = (rank, 2 * size - 1 - rank) if layout == "zigzag" else (rank,)
+    return torch.cat([torch.arange(number * chunk, (number + 1) * chunk) for number in owned])
 
 
 @dataclass(frozen=True)
@@ -74,21 +71,18 @@ def split_tokens(
     """Cut a micro-batch for one rank, every rank getting the same number of tokens (padding behind each sequence).
 
     align: a dummy sequence at the end makes the local token count a multiple of it (tp, under sequence parallelism).
-    Raises ValueError where a length is not positive.
     """
-    if not lengths or min(lengths) <= 0:
-        raise ValueError(f"every sequence needs at least one token, got lengths {list(lengths)}.")
     padded = [padded_length(n, layout, size) for n in lengths]
     dummy = -sum(padded) % math.lcm(padded_length(1, layout, size), size * align)
-    real = list(lengths) + [0] * (dummy > 0)
-    padded += [dummy] * (dummy > 0)
+    real, padded = [*lengths, 0], [*padded, dummy]
     positions = [local_positions(n, layout, size, rank) for n in padded]
     is_real_T = torch.cat([p < n for p, n in zip(positions, real, strict=True)])
     starts = torch.tensor([0, *real]).cumsum(0)[:-1]
     sequence_T = torch.repeat_interleave(torch.tensor([p.numel() for p in positions]))
     position_T = torch.where(is_real_T, torch.cat(positions), 0)
     source_T = torch.where(is_real_T, starts[sequence_T] + position_T, 0)
-    cu_real, cu_padded = (torch.tensor([0, *n]).cumsum(0).to(torch.int32) for n in (real, padded))
+    ends = len(lengths) + 1 + (dummy > 0)
+    cu_real, cu_padded = (torch.tensor([0, *n])[:ends].cumsum(0).to(torch.int32) for n in (real, padded))
     return LocalTokens(source_T, position_T, sequence_T, is_real_T, cu_real, cu_padded)
 
 
@@ -97,24 +91,20 @@ def shard(packed: PackedSequences, layout: ContextLayout, size: int, rank: int) 
 
     Made on the host at data preparation. Every rank gets the same sequences in the same order, some with no token.
     """
-    local, places, lengths, start = [], [], [], 0
-    chunks = chunk_count(layout, size)
-    for number, length in enumerate(packed.lengths):
-        padded = padded_length(length, layout, size)
-        positions = local_positions(padded, layout, size, rank)
-        positions = positions[positions < length]
-        local.append(positions + start)
-        places.append(number * chunks + positions // max(padded // chunks, 1))
-        lengths.append(positions.numel())
-        start += length
-    none = torch.zeros(0, dtype=torch.int64)
-    index = torch.cat([none, *local]).to(packed.loss_mask.device)
-    return select_tokens_of(packed, index, tuple(lengths), chunk_lengths(torch.cat([none, *places]), chunks, packed))
+    local = split_tokens(packed.lengths, layout=layout, size=size, rank=rank)
+    real_T, chunks = local.is_real_T, chunk_count(layout, size)
+    sequence_T = local.sequence_T[real_T]
+    chunk_size_N = [padded_length(n, layout, size) // chunks for n in packed.lengths]
+    chunk_T = local.position_T[real_T] // torch.tensor(chunk_size_N, dtype=torch.int64)[sequence_T]
+    chunk_T += sequence_T * chunks
+    lengths = torch.bincount(sequence_T, minlength=len(packed.lengths)).tolist()
+    index = local.source_T[real_T].to(packed.loss_mask.device)
+    return select_tokens_of(packed, index, tuple(lengths), chunk_lengths(chunk_T, chunks, packed))
 
 
 def chunk_lengths(chunk_T: Tensor, chunks: int, packed: PackedSequences) -> tuple[tuple[int, ...], ...] | None:
-    """Tokens of each sequence in each of its `chunks` chunks, None where that is one. chunk_T: n · chunks + the chunk
-    of each token of sequence n, on the host."""
+    """Tokens of each sequence in each of its chunks, None where that is one. chunk_T: n · chunks + the chunk of each
+    token of sequence n, on the host."""
     if chunks == 1:
         return None
     counts = torch.bincount(chunk_T, minlength=len(packed.lengths) * chunks).view(-1, chunks)
@@ -129,8 +119,7 @@ def select_tokens_of(
 ) -> PackedSequences:
     """The same sequences with the tokens at `index` only ([T'] int64, sequence by sequence), `lengths` of them each.
 
-    Turns stay those of the whole. chunk_lengths: of `PackedSequences`, where this is a part that context parallelism
-    cuts. Made on the host at data preparation.
+    Turns stay those of the whole. chunk_lengths: of `PackedSequences`, for a part that context parallelism cuts.
     """
     tokens = packed.loss_mask.shape
     unit_ids, unit_counts = packed.unit_numbers()

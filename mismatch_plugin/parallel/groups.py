@@ -73,19 +73,19 @@ class ParallelGroups:
         return self.cp_rank == 0
 
     def sum(self, partials: Tensor) -> Tensor:
-        """Sum over cp, in place. One all-reduce; none where cp is one rank."""
+        """Sum over cp, in place. One all-reduce, here and below; none where the group is one rank."""
         return _all_reduce(partials, self.cp, dist.ReduceOp.SUM)
 
     def max(self, partials: Tensor) -> Tensor:
-        """Maximum over cp, in place. One all-reduce; none where cp is one rank."""
+        """Maximum over cp, in place."""
         return _all_reduce(partials, self.cp, dist.ReduceOp.MAX)
 
     def sum_over_data(self, values: Tensor) -> Tensor:
-        """Sum over DP × CP, in place. One all-reduce."""
+        """Sum over DP × CP, in place."""
         return _all_reduce(values, self.dp_cp, dist.ReduceOp.SUM)
 
     def sum_over_replicas(self, values: Tensor) -> Tensor:
-        """Sum over DP, in place. One all-reduce; none where dp is one rank."""
+        """Sum over DP, in place."""
         return _all_reduce(values, self.dp, dist.ReduceOp.SUM)
 
     def agree(self, kind: StepKind, *, stages: bool = True) -> None:
@@ -99,7 +99,20 @@ class ParallelGroups:
         replica = [group for group in (self.tp, self.pp, self.cp) if stages and group and group.size() > 1]
         seen = _size(self.cp) if stages else 1
         data = [group for group in (self.dp_cp,) if group and group.size() > seen]
-        if _agreed(kind, replica, data):
+        differ = bool(kind.failure)
+        if replica or data:
+            values = torch.tensor(kind.digests(), dtype=torch.float64)
+            if "nccl" in dist.get_backend((replica or data)[0]):
+                values = values.cuda()
+            for group in replica:
+                dist.all_reduce(values, dist.ReduceOp.MAX, group)
+            # The largest d plus the largest −d is 0 where all are equal. The last two pairs count in a replica only.
+            values[0] += (values[5::2] + values[6::2] > 0).sum()
+            for group in data:
+                dist.all_reduce(values, dist.ReduceOp.MAX, group)
+            failed, *pairs = values.tolist()
+            differ = bool(failed) or pairs[0] + pairs[1] > 0 or pairs[2] + pairs[3] > 0
+        if not differ:
             return
         held = {dist.get_rank() if replica or data else 0: kind}
         for group in replica:
@@ -125,14 +138,11 @@ class ParallelGroups:
         return values
 
     def raise_with_last_stage(self, refusal: str, device: torch.device | str) -> None:
-        """Raise ValueError on every stage where the last one has a refusal (the others pass ""), with its sentence.
-
-        Collectives with a pipeline: one broadcast of one float, and of the sentence if there is one. Host syncs: one.
-        """
+        """Raise ValueError on every stage where the last one has a refusal (the others pass ""), with its sentence. One
+        host sync; with a pipeline one broadcast of a float, and of the sentence if there is one."""
         refused = self.from_last_stage(torch.full((1,), float(bool(refusal)), device=device))
-        if not refused.item():
-            return
-        raise ValueError(self.sentence_from_last_stage(refusal))
+        if refused.item():
+            raise ValueError(self.sentence_from_last_stage(refusal))
 
     def sentence_from_last_stage(self, sentence: str) -> str:
         """The last pipeline stage's sentence on every stage. For errors: it waits for the host on both sides."""
@@ -151,27 +161,9 @@ def _size(group: dist.ProcessGroup | None) -> int:
 
 
 def _all_reduce(values: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType) -> Tensor:
-    if group is None or group.size() == 1:
-        return values
-    if values.numel():
+    if group is not None and group.size() > 1 and values.numel():
         dist.all_reduce(values, op=op, group=group)
     return values
-
-
-def _agreed(kind: StepKind, replica: list[dist.ProcessGroup], data: list[dist.ProcessGroup]) -> bool:
-    if not (replica or data):
-        return not kind.failure
-    values = torch.tensor(kind.digests(), dtype=torch.float64)
-    if "nccl" in dist.get_backend((replica or data)[0]):
-        values = values.cuda()
-    for group in replica:
-        dist.all_reduce(values, dist.ReduceOp.MAX, group)
-    # The largest d plus the largest −d is 0 where all are equal. The last two pairs count inside a replica only.
-    values[0] += (values[5::2] + values[6::2] > 0).sum()
-    for group in data:
-        dist.all_reduce(values, dist.ReduceOp.MAX, group)
-    failed, highest, lowest, *rest = values.tolist()
-    return not failed and highest + lowest <= 0 and rest[0] + rest[1] <= 0
 
 
 def _gathered(held: dict[int, Any], group: dist.ProcessGroup) -> dict[int, Any]:

@@ -18,20 +18,16 @@ def ragged_mask(kept: Iterable[Sequence[int]], device: torch.device | str = "cpu
 
 
 def check_kept_ids(
-    kept_ids: Sequence[Sequence[int]], response_ids: Sequence[int], loss_mask: Sequence[int] | None, sample: object
+    kept_ids: Sequence[Sequence[int]], response_ids: Sequence[int], loss_mask: Sequence[int], sample: object
 ) -> None:
     """Raise ValueError, naming sample and position, where kept ids are not one list a response token, or lack the id
-    that was sampled: every log-prob is over the kept ids, so such a mask belongs to other tokens.
-
-    loss_mask: tokens with 0 are not looked at; None: all train.
-    """
+    that was sampled for a token that trains: every log-prob is over the kept ids, so they belong to other tokens."""
     if len(kept_ids) != len(response_ids):
         raise ValueError(
             f"kept_ids of sample {sample} has {len(kept_ids)} entries for {len(response_ids)} response tokens: give "
             f"one list a token, empty where it was sampled unfiltered."
         )
-    trains = [1] * len(response_ids) if loss_mask is None else loss_mask
-    for position, (kept, token, trained) in enumerate(zip(kept_ids, response_ids, trains, strict=True)):
+    for position, (kept, token, trained) in enumerate(zip(kept_ids, response_ids, loss_mask, strict=True)):
         if trained and len(kept) and token not in kept:
             raise ValueError(
                 f"kept_ids of sample {sample}, position {position}: the sampled id {token} is not among the "

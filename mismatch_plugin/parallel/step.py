@@ -24,10 +24,12 @@ from mismatch_plugin.core.weights import batch_factor
 from mismatch_plugin.parallel.agreement import NO_MICRO_BATCH, StepKind, settings_of, step_kind
 from mismatch_plugin.parallel.groups import ParallelGroups
 
+NOTHING_RAN = (1.0, 0.0, 0.0)
+"""What `Step.finish` says of a step without tokens."""
+
 
 def deferred_with(others: Sequence[str]) -> str:
-    """Why a mean weight that is known at the step's end only cannot be had next to other sources of gradient; "" where
-    there are none."""
+    """Why a mean weight known only at the step's end cannot be had next to other sources of gradient; "" if none."""
     if not others:
         return ""
     return (
@@ -39,11 +41,10 @@ def deferred_with(others: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Sums over the whole step, known before it runs (0-d float64 tensors).
+    """Sums over the whole step, known before it runs (0-d float64 tensors); None where it needs π_θ.
 
     tokens: response tokens. original, accepted: units of the chosen aggregation in the original mask and what rejection
-    leaves; accepted is None where it needs π_θ (algorithms 1 and 3, rs.policy current). batch_factor: mean weight, None
-    where it needs π_θ. fed: tokens fed to the model, as `prepare` was told.
+    leaves. batch_factor: mean weight. fed: tokens fed to the model, as `prepare` was told.
     """
 
     tokens: Tensor
@@ -56,9 +57,9 @@ class StepTotals:
 class Step:
     """One optimizer step of the correction: `start`, `prepare` where needed, `loss` per micro-batch, `finish` once.
 
-    Create one per step; `start` runs on every pipeline stage, the rest on the last. No collective but those named; none
-    depends on what a rank holds. Without `start` (a host that knows no data before its loss) `finish` compares ranks.
-    thresholds: those of the step before (`Statistics.thresholds` of what `finish` returned), for budgets.
+    `start` runs on every pipeline stage, the rest on the last. No collective depends on what a rank holds. Without
+    `start` (a host that knows no data before its loss) `finish` compares ranks.
+    thresholds: `Statistics.thresholds` of the step before, for budgets.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Step:
         self.config, self.groups, self.thresholds = config, groups, thresholds
         self.totals: StepTotals | None = None
         self.statistics: Statistics | None = None
-        self.failure: str | None = None
+        self.failure = ""
         self._corrections: dict[tuple[object, ...], tuple[PackedSequences, Correction]] = {}
         self.agreed = False
         """True where the ranks were compared before the step, so that `finish` need not."""
@@ -77,37 +78,32 @@ class Step:
     def start(self, micro_batches: Sequence[PackedSequences], **loop: object) -> None:
         """Compare what the ranks bring to the step: on every rank of every pipeline stage, before all else.
 
-        micro_batches: all of this rank's, not yet run; off the last stage only their number counts. loop: settings of
-        the training loop that must be the same on all ranks, too.
-        Collectives, host syncs: those of `ParallelGroups.agree`. Raises the same ValueError on every rank where
-        configurations, fields or, among ranks that share sequences, numbers of micro-batches and sequences differ, or
-        where a rank has no micro-batch or lacks what the configuration needs.
+        micro_batches: all of this rank's, not yet run; off the last stage only their number counts. loop: as in
+        `step_kind`. Collectives, host syncs: those of `ParallelGroups.agree`. Raises the same ValueError on every rank
+        where a `StepKind` differs that must not, a rank has no micro-batch or lacks what the configuration needs.
         """
         self.groups.agree(step_kind(self.config, micro_batches, self.groups.is_last_stage, **loop))
         self.agreed = True
 
     def prepare(self, micro_batches: Iterable[PackedSequences], fed_tokens: int = 0, reuse: bool = True) -> StepTotals:
-        """Totals of the step from its data, before any forward pass. What is kept and weights need π_old for it.
+        """Totals of the step from its data, before any forward pass. What is kept and weights need π_old for it, which
+        all micro-batches of all ranks have or none (as `start` sees to).
 
         fed_tokens: that this rank feeds to the model in all of them, prompts and padding included.
         reuse: corrections that are computed here, and need no more, are those of `loss`, where the same batches come
             (the same tensors, not written since: on all ranks of a context-parallel group, or on none).
 
         Collectives: the CP reductions of `correct` per micro-batch where π_old is there and weights are normalised over
-        the step or something may be rejected, one CP SUM of the masks otherwise; one SUM of seven floats over DP × CP.
+        the step or something may be rejected, one CP SUM of the masks otherwise; one SUM of six floats over DP × CP.
         """
-        sums = None
-        known = not self.config.use_rollout_log_probs
+        known, parts = not self.config.use_rollout_log_probs, list[Tensor]()
         for packed in micro_batches:
             known = known and packed.old_log_probs is not None
-            mine = self._sums(packed, known, reuse)
-            sums = mine if sums is None else sums + mine
-        if sums is None:
+            parts.append(self._sums(packed, known, reuse))
+        if not parts:
             raise ValueError(NO_MICRO_BATCH)
-        # Known on every rank, or treated as unknown on every rank: the sixth float counts those that lack π_old.
-        sums = torch.cat([sums, sums.new_tensor([float(not known), float(fed_tokens)])])
-        tokens, original, accepted, weight, units, unknown, fed = self.groups.sum_over_data(sums).unbind(0)
-        known = not bool(unknown)
+        sums = torch.cat([torch.stack(parts).sum(0), parts[0].new_tensor([float(fed_tokens)])])
+        tokens, original, accepted, weight, units, fed = self.groups.sum_over_data(sums).unbind(0)
         factor = batch_factor(weight, units)
         accepted_known = known and self.config.keep_known_before_step
         accepted_known = accepted_known or not self.config.rejects_by_log_probs or self.config.dry_run
@@ -160,11 +156,8 @@ class Step:
         return 1.0 if known is None else known
 
     def loss(self, log_probs: Tensor, packed: PackedSequences) -> PolicyLoss:
-        """`policy_loss` of one micro-batch, its statistics merged into the step's.
-
-        Where `prepare` had this batch and keeps its correction, nothing of that is computed or reduced again.
-        """
-        # What data preparation found on one rank is raised at the step's end on all of them.
+        """`policy_loss` of one micro-batch, its statistics merged into the step's. A correction that `prepare` keeps is
+        not computed or reduced again."""
         _, correction = self._corrections.pop(_key(packed), (None, None))
         arguments = (packed.replace(invalid=()), self.config, self.groups, self.batch_factor)
         token = token_loss(log_probs, *arguments, correction=correction, thresholds=self.thresholds)
@@ -173,15 +166,13 @@ class Step:
         return result
 
     def record(self, statistics: Statistics) -> None:
-        """Merge a micro-batch's statistics into the step's. What does not merge is raised by `finish`, on all ranks.
-
-        Raises ValueError at once after `start`, to which this micro-batch was not given.
-        """
+        """Merge a micro-batch's statistics into the step's. What does not merge is raised by `finish`, on all ranks;
+        after `start`, to which it was then not given, at once."""
         try:
             self.statistics = statistics if self.statistics is None else self.statistics.merge(statistics)
         except ValueError as error:
             if self.agreed:
-                raise ValueError(f"a micro-batch that runs is not among those that start was given: {error}") from None
+                raise
             self.failure = self.failure or str(error)
 
     def finish(self) -> tuple[Statistics | None, Tensor]:
@@ -194,10 +185,10 @@ class Step:
         """
         if not self.agreed:
             held = () if self.statistics is None else self.statistics.fields
-            kind = StepKind(settings_of(self.config), held, failure=self.failure or "")
+            kind = StepKind(settings_of(self.config), held, failure=self.failure)
             self.groups.agree(kind, stages=False)
         if self.statistics is None:
-            return None, torch.tensor(_NOTHING, dtype=torch.float64)
+            return None, torch.tensor(NOTHING_RAN, dtype=torch.float64)
         reduced = self.groups.reduce_step(self.statistics)
         factor = reduced.batch_factor() if self.defers_factor else reduced.sums.new_ones(())
         kinds = stopping_kinds(self.config) if self.config.rollout_log_prob_policy == "error" else DEFECTS
@@ -216,22 +207,14 @@ def _key(packed: PackedSequences) -> tuple[object, ...]:
     return *seen, packed.lengths, packed.trainer_version, packed.unit_counts, packed.chunk_lengths
 
 
-_NOTHING = (1.0, 0.0, 0.0)
-"""What `finish` says of a step without tokens."""
-
-
 def end_step(
-    step: Step | None,
-    config: MismatchConfig,
-    groups: ParallelGroups,
-    model: Sequence[Any],
-    number: int | None = None,
+    step: Step | None, config: MismatchConfig, groups: ParallelGroups, model: Sequence[Any], number: int | None = None
 ) -> Statistics | None:
     """The end of an optimizer step, on every rank, after gradients were reduced and before the optimizer steps.
 
-    Raises invalid rollout log-probs and a failed gate on all ranks together, and divides all gradients by the mean
-    weight where that was known only now. step: None where no loss ran. model: megatron's chunks. number: the step's,
-    for errors, where the host knows it. Returns the step's statistics on the last pipeline stage, None elsewhere.
+    Divides all gradients by the mean weight where that was known only now. step: None where no loss ran. model:
+    megatron's chunks. number: the step's, for errors, where the host knows it. Returns the step's statistics on the
+    last pipeline stage, None elsewhere.
 
     Collectives: those of `Step.finish` on the last stage; with a pipeline one broadcast of three floats. One host sync,
     in addition to that of `Step.finish`.
@@ -239,7 +222,7 @@ def end_step(
     `gate_kl` is set and the step's mean k3 is above it; ValueError where ranks cannot merge their statistics.
     """
     finished, unmerged = None, ""
-    verdict = torch.tensor(_NOTHING, dtype=torch.float64, device=next(model[0].parameters()).device)
+    verdict = torch.tensor(NOTHING_RAN, dtype=torch.float64, device=next(model[0].parameters()).device)
     if step is not None and groups.is_last_stage:
         try:
             finished, outcome = step.finish()
@@ -264,11 +247,10 @@ def end_step(
 
 @dataclass(frozen=True, eq=False)
 class StepLoss:
-    """One optimizer step of a loop of one's own, over its micro-batches and ranks: see `step_loss`.
+    """What `step_loss` returns.
 
-    loss: 0-d, with gradient: this rank's part times the number of ranks, so that the mean over ranks is the step's
-    loss. statistics: those of the whole step. gradient_scale: 0-d float64, what gradients of `PolicyLoss.undivided` are
-    to be multiplied by.
+    loss: 0-d, with gradient: this rank's part times the number of ranks: their mean is the step's loss. statistics: of
+    the whole step. gradient_scale: 0-d float64, what gradients of `PolicyLoss.undivided` are to be multiplied by.
     """
 
     loss: Tensor

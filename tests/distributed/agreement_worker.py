@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 import mismatch_plugin as mp
-from examples.benchmarks.counting import OperationCounter
 from mismatch_plugin.hooks.megatron_core import MegatronLoss
 from mismatch_plugin.parallel.groups import ParallelGroups
 
@@ -46,21 +44,17 @@ class Grid:
 
 @dataclass(frozen=True)
 class Case:
-    """What `rank` of a layout does unlike the others (`plant`), in a step with this configuration."""
+    """What `rank` of a layout does unlike the others (`plant`)."""
 
     grid: Grid
     plant: str
     rank: int
-    config: str = "plain"
 
     def __repr__(self) -> str:
-        return f"{self.plant} on rank {self.rank} of {self.grid}, {self.config}"
+        return f"{self.plant} on rank {self.rank} of {self.grid}"
 
 
-CONFIGS: dict[str, dict[str, Any]] = {
-    "plain": {"use_tis": True, "metrics": "full"},
-    "normalized": {"use_tis": True, "metrics": "full", "tis": {"level": "sequence", "batch_normalize": True}},
-}
+SETTINGS: dict[str, Any] = {"use_tis": True, "metrics": "full", "tis": {"level": "sequence", "batch_normalize": True}}
 
 
 @cache
@@ -95,14 +89,9 @@ def hook_of(config: mp.MismatchConfig, groups: ParallelGroups, per_token: bool =
 
 def begin(case: Case) -> dict[str, Any]:
     """`start` of a step of two micro-batches, and where nothing was raised the step itself."""
-    with tempfile.TemporaryDirectory() as folder:
-        return _begin(case, folder)
-
-
-def _begin(case: Case, folder: str) -> dict[str, Any]:
     plant = case.plant if dist.get_rank() == case.rank else ""
-    more = {"other configuration": {"ppo": {"eps_clip_high": 0.3}}, "other report folder": {"report_dir": folder}}
-    config = mp.MismatchConfig(**CONFIGS[case.config] | more.get(plant, {}))
+    more = {"other configuration": {"ppo": {"eps_clip_high": 0.3}}, "other report folder": {"report_dir": "elsewhere"}}
+    config = mp.MismatchConfig(**SETTINGS | more.get(plant, {}))
     full = [batch(2), batch(3)]
     batches = {
         "empty list": [],
@@ -115,10 +104,9 @@ def _begin(case: Case, folder: str) -> dict[str, Any]:
     }.get(plant, full)
     groups = groups_of(case.grid)
     hook = hook_of(config, groups, per_token=plant != "mean of micro-batches")
-    error, metrics, counter = "", {}, OperationCounter()
+    error, metrics = "", {}
     try:
-        with counter:
-            hook.start(batches)
+        hook.start(batches)
         if groups.is_last_stage:
             for packed in batches:
                 log_probs = torch.full((len(packed.loss_mask),), -1.0, dtype=torch.float64, requires_grad=True)
@@ -126,4 +114,4 @@ def _begin(case: Case, folder: str) -> dict[str, Any]:
             metrics = hook.metrics()
     except ValueError as refused:
         error = f"{type(refused).__name__}: {refused}"
-    return {"error": error, "metrics": metrics, "collectives": counter.sent}
+    return {"error": error, "metrics": metrics}

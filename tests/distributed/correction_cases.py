@@ -187,7 +187,6 @@ class Whole:
     rows: dict[str, list[Tensor]]
     fields: tuple[str, ...] = FIELDS
     skips_odd: bool = False  # only the first replica has something in the first micro-batch
-    lacks_old: bool = False  # a micro-batch of odd sequences comes without old_log_probs
 
     @property
     def lengths(self) -> list[int]:
@@ -200,10 +199,7 @@ class Whole:
     def packed(self, ids: list[int] | None = None) -> mp.PackedSequences:
         """Some of the sequences, built directly: invalid log-probs are found in the loss, as on a device."""
         ids = list(range(len(self.lengths))) if ids is None else ids
-        fields = self.fields
-        if self.lacks_old and ids and all(i % 2 for i in ids):
-            fields = _without("old_log_probs")
-        values: dict[str, Any] = {name: _cat([self.rows[name][i] for i in ids], name) for name in fields}
+        values: dict[str, Any] = {name: _cat([self.rows[name][i] for i in ids], name) for name in self.fields}
         mask = _cat([self.rows["loss_mask"][i] for i in ids], "loss_mask")
         return mp.PackedSequences(
             loss_mask=mask,
@@ -246,9 +242,6 @@ def _cat(rows: list[Tensor], name: str = "") -> Tensor:
 LENGTHS = (1, 340, 7, 70, 2, 33, 0, 130, 16, 5, 90, 3, 24, 12, 51)
 
 
-BAD_SEQUENCE, BAD_POSITION = 2, 13  # neither the first rank's nor where that rank has its token 13, in most layouts
-
-
 @cache
 def make(name: str) -> Whole:
     """ "product": something of everything. The others are odd in the way that their name says."""
@@ -258,36 +251,26 @@ def make(name: str) -> Whole:
     for number, length in enumerate(lengths):
         row = _sequence(length, generator, drift=0.0 if length > 100 else 0.15, noise=0.15 if length > 20 else 0.3)
         at = torch.arange(length)
-        if name in ("product", "on_policy", "mixed"):
+        if name in ("product", "on_policy"):
             row["loss_mask"] = torch.rand(length, generator=generator) < (1.0 if length < 4 else 0.9)
             row["loss_mask"] &= (at >= length // 4) | (length > 200) | (length < 4)
             row["loss_mask"] &= torch.tensor(length != 24)  # a sequence that does not train
         elif name == "first_chunk":  # of every layout: the other ranks have tokens but none that trains
             row["loss_mask"] = at < max(1, length // 8)
-        elif name == "last_token":
-            row["loss_mask"] = at == length - 1
         elif name == "untrained_replica":
             row["loss_mask"] = torch.full((length,), number % 2 == 0)
-        elif name == "rejected" or (name == "rejected_replica" and number % 2 == 1):
+        elif name == "rejected":
             row["rollout_log_probs"] -= 6.1
-        elif name == "bad_token" and number == BAD_SEQUENCE:
-            row["rollout_log_probs"][BAD_POSITION] = math.nan
         elif name == "bad_tokens":
             place, value = {0: (13, math.nan), 2: (13, -math.inf), 4: (20, 0.7), 5: (5, 0.0)}.get(number, (0, -1.0))
             row["rollout_log_probs"][place] = value
             row["old_log_probs"][place] = row["log_probs"][place] = -5.0 if value == 0.0 else -0.9
-        if name == "mixed" and number % 2 == 1:
-            row["old_log_probs"] = row["log_probs"]
         for key, value in row.items():
             if value.is_floating_point():  # what is not trained on is garbage
                 value = torch.where(row["loss_mask"], value, math.nan)
             rows[key].append(value)
-    fields = {"on_policy": _without("old_log_probs")}.get(name, FIELDS)
-    return Whole(rows, fields, skips_odd=name == "empty", lacks_old=name == "mixed")
-
-
-def _without(name: str) -> tuple[str, ...]:
-    return tuple(field for field in FIELDS if field != name)
+    held = tuple(field for field in FIELDS if name != "on_policy" or field != "old_log_probs")
+    return Whole(rows, held, skips_odd=name == "empty")
 
 
 def _sequence(length: int, generator: torch.Generator, drift: float, noise: float) -> dict[str, Tensor]:

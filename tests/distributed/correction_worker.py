@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mismatch_plugin as mp
+from examples.benchmarks.counting import OperationCounter
 from mismatch_plugin.core import host
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.step import Step
 from tests.distributed.agreement_worker import Grid
 from tests.distributed.agreement_worker import groups_of as grid_groups
 from tests.distributed.correction_cases import Layout, Settings, make
-from tests.distributed.log_probs_worker import CollectiveRecorder
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,6 @@ class Case:
     settings: tuple[Settings, ...]
     changes: tuple[tuple[str, Any], ...] = ()  # of every configuration
     always_prepares: bool = True  # else where a hook must, and in every third other step
-    starts: bool = True  # False: as a host that sees no data before its loss
 
     def prepares(self, settings: Settings) -> bool:
         needed = settings.normalizes and settings.algorithm == 2
@@ -76,8 +75,7 @@ def run(case: Case) -> list[Part]:
         host.ENABLED = number % 2 == 0  # every other one goes the way of a device
         config = settings.config(**dict(case.changes))
         step = Step(config, groups)
-        if case.starts:
-            step.start([packed for packed, _ in local])
+        step.start([packed for packed, _ in local])
         known: list[float | None] = []
         if case.prepares(settings):
             totals = step.prepare(packed for packed, _ in local)
@@ -117,77 +115,6 @@ def _forward_backward(step: Step, log_probs: Tensor, packed: mp.PackedSequences)
     return tokens, sums
 
 
-def run_invalid(case: Case) -> list[dict[str, Any]]:
-    """Per settings, where invalid log-probs are an error: what `finish` counted, and what `metrics` then says."""
-    whole, groups = make(case.batch), groups_of(case.layout)
-    local = whole.micro_batches(case.layout, case.micro_batches, dist.get_rank())
-    rollout = torch.cat(whole.rows["rollout_log_probs"])
-    holds = any(not rollout[places].isfinite().all() for _, places in local)
-    outcomes = []
-    for settings in case.settings:
-        step = Step(settings.config(), groups)
-        step.start([packed for packed, _ in local])
-        step.prepare(packed for packed, _ in local)
-        for packed, places in local:
-            step.loss(whole.log_probs[places], packed)
-        statistics, verdict = step.finish()
-        assert statistics is not None
-        try:
-            statistics.metrics()
-            message = "nothing was raised"
-        except mp.InvalidLogProbError as error:
-            message = str(error)
-        outcomes.append({"holds": holds, "invalid": float(verdict[1]), "message": message})
-    return outcomes
-
-
-def run_budgets(case: Case) -> list[tuple[Tensor, list[Tensor], dict[str, float], list[str]]]:
-    """Two steps on the same data, the second by the first one's thresholds: places and what is kept there, thresholds,
-    collectives of the second."""
-    whole, groups = make(case.batch), groups_of(case.layout)
-    local = whole.micro_batches(case.layout, case.micro_batches, dist.get_rank())
-    outcomes = []
-    for number, (_, settings) in enumerate(case.changes):
-        host.ENABLED = number % 2 == 0
-        step, kept, calls = Step(settings, groups), [], list[Call]()
-        for _ in range(2):
-            step.start([packed for packed, _ in local])
-            step.prepare(packed for packed, _ in local)
-            with CallRecorder() as recorder:
-                results = [step.loss(whole.log_probs[places], packed) for packed, places in local]
-                statistics, _ = step.finish()
-            assert statistics is not None
-            calls = recorder.calls
-            kept.append(torch.cat([result.correction.keep for result in results]))
-            step = Step(settings, groups, statistics.thresholds())
-        bounds = {name: float(value) for name, value in (step.thresholds or {}).items()}
-        places = torch.cat([places for _, places in local])
-        outcomes.append((places, kept, bounds, [call.operation for call in calls]))
-    host.ENABLED = True
-    return outcomes
-
-
-def run_different(case: Case) -> list[str]:
-    """What `finish` raises where rank 1 differs as the batch's name says, and nothing called `start`."""
-    groups, rank = groups_of(case.layout), dist.get_rank()
-    whole, outcomes = make("product"), []
-    for settings in case.settings:
-        changes = {"metrics": "basic" if rank == 1 and case.batch == "other metrics" else "full"}
-        step = Step(settings.config(**changes), groups)
-        for number, (packed, places) in enumerate(whole.micro_batches(case.layout, case.micro_batches, rank)):
-            if rank == 1 and case.batch == "no loss":
-                continue
-            if (rank == 1 and case.batch == "no versions") or (number and case.batch == "versions once"):
-                packed = packed.replace(weight_versions=None)
-            step.loss(whole.log_probs[places], packed)
-        try:
-            step.finish()
-            outcomes.append("")
-        except ValueError as error:
-            outcomes.append(str(error))
-    return outcomes
-
-
 @dataclass(frozen=True)
 class Call:
     """One all-reduce: reduction, ranks it runs over, shape and type of its tensor."""
@@ -202,8 +129,8 @@ class Call:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class CallRecorder(CollectiveRecorder):
-    """Records every `dist.all_reduce`, with `collectives` to show that no collective came another way."""
+class CallRecorder(OperationCounter):
+    """Records every `dist.all_reduce`, and shows that no collective came another way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,8 +150,8 @@ class CallRecorder(CollectiveRecorder):
     def __exit__(self, *error: Any) -> None:
         dist.all_reduce = self._all_reduce
         super().__exit__(*error)
-        found = [("allreduce_.default", call.bytes) for call in self.calls]
-        assert error[0] is not None or self.collectives == found, f"{self.collectives} instead of {found}"
+        found = [("allreduce", call.bytes) for call in self.calls]
+        assert error[0] is not None or self.sent == found, f"{self.sent} instead of {found}"
 
 
 def op_name(op: Any) -> str:
@@ -261,6 +188,5 @@ def run_counted(case: Case) -> list[dict[str, Any]]:
         counted = {"start": start.calls, "prepare": prepare.calls, "losses": losses, "again": again}
         counted |= {"backward": backward, "finish": finish.calls}
         counted["sequences"] = [len(packed.lengths) for packed, _ in local]
-        counted["turns"] = [sum(packed.unit_counts or ()) for packed, _ in local]
         counts.append(counted | {"state": (statistics.sums.numel(), statistics.maxima.numel())})
     return counts

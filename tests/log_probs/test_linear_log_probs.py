@@ -6,7 +6,6 @@ Tensor and sequence parallelism: `test_log_probs_tp.py`. Through a model, in eve
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from mismatch_plugin.log_probs import (
     vocab_parallel_linear_log_probs,
     vocab_parallel_log_probs,
 )
+from tests.distributed.log_probs_worker import outcome
 from tests.log_probs.test_log_probs import Recorder
 
 F64 = torch.float64
@@ -35,57 +35,33 @@ def make(dtype: torch.dtype = F64, tokens: int = T, width: int = V) -> tuple[Ten
     return hidden, weight, torch.randint(0, width, (tokens,), generator=generator)
 
 
-def options(what: str) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(1)
-    offsets = torch.tensor([0, 3, 3, 4, 9, 9, 9, 12, 20, 20, 21, 21])
-    return {
-        "plain": {},
-        "temperature": {"temperature": 0.7},
-        "temperatures": {"temperature": torch.linspace(0.3, 2.0, T, dtype=F64)},
-        "padded": {"vocab_size": 41},
-        "mask": {"sampling_mask": torch.rand(T, V, generator=generator) < 0.2},
-        "ragged": {"sampling_mask": RaggedSamplingMask(torch.randint(0, V, (21,), generator=generator), offsets)},
-    }[what]
+OFFSETS = torch.tensor([0, 3, 3, 4, 9, 9, 9, 12, 20, 20, 21, 21])
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cold": {"temperature": 0.7},
+    "padded": {"vocab_size": 41},
+    "ragged": {"sampling_mask": RaggedSamplingMask(torch.arange(21) * 17 % V, OFFSETS)},
+}
 
 
-def gradients(result: LogProbs, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Of a loss with random upstream gradients, the first of which is 0."""
-    generator = torch.Generator().manual_seed(2)
-    upstream = torch.randn(2, len(result.log_probs), generator=generator, dtype=F64).to(result.log_probs.dtype)
-    upstream[:, :1] = 0.0
-    loss = (result.log_probs * upstream[0]).sum()
-    if result.entropy is not None and result.entropy.requires_grad:
-        loss = loss + (result.entropy * upstream[1]).sum()
-    return torch.autograd.grad(loss, inputs, retain_graph=True)
-
-
-def assert_same(ours: LogProbs, theirs: LogProbs, inputs: tuple[Tensor, ...], tolerance: float = 1e-12) -> Tensor:
-    """Values and gradients; returns that of the hidden states."""
-    for one, other in zip(ours, theirs, strict=True):
-        assert_close(one, other, rtol=tolerance, atol=tolerance)
-    found = gradients(ours, *inputs)
-    for one, other in zip(found, gradients(theirs, *inputs), strict=True):
-        assert one.dtype == other.dtype
-        assert_close(one, other, rtol=tolerance, atol=tolerance)
-    return found[0]
-
-
-@pytest.mark.parametrize("what", ["plain", "temperature", "temperatures", "padded", "mask", "ragged"])
+@pytest.mark.parametrize("what", OPTIONS)
 @pytest.mark.parametrize("entropy", ["none", "detached", "grad"])
 @pytest.mark.parametrize("chunk_rows", [4, None])
-def test_equals_the_path_over_logits_in_float64(what: str, entropy: Any, chunk_rows: int | None):
+def test_equals_the_path_over_logits_in_float64(what: str, entropy: str, chunk_rows: int | None):
     hidden, weight, targets = make()
-    targets[[2, 5]] = torch.tensor([-100, 45])  # one ignored, one that padding takes out of the vocabulary
-    arguments = {"entropy": entropy, **options(what)}
-    ours = vocab_parallel_linear_log_probs(hidden, weight, targets, chunk_rows=chunk_rows, **arguments)
-    theirs = vocab_parallel_log_probs(hidden @ weight.t(), targets, **arguments)
-    if what != "padded":
-        assert_same(ours, theirs, (hidden, weight))
-    else:  # −inf has no finite gradient at that row: both have NaN or none there
-        assert torch.equal(ours.log_probs == -math.inf, theirs.log_probs == -math.inf)
-        targets[5] = 3
-        again = vocab_parallel_linear_log_probs(hidden, weight, targets, chunk_rows=chunk_rows, **arguments)
-        assert_same(again, vocab_parallel_log_probs(hidden @ weight.t(), targets, **arguments), (hidden, weight))
+    upstream = torch.arange(2.0 * T, dtype=F64).view(2, T).sin()
+    targets = targets % 41
+    targets[2] = -100
+    options = {"entropy": entropy, **OPTIONS[what]}
+
+    def over_logits(hidden: Tensor, weight: Tensor) -> LogProbs:
+        return vocab_parallel_log_probs(hidden @ weight.t(), targets, **options)
+
+    more = {"targets": targets, "chunk_rows": chunk_rows, **options}
+    ours = outcome(vocab_parallel_linear_log_probs, [hidden, weight], upstream, **more)
+    theirs = outcome(over_logits, [hidden, weight], upstream)
+    for key in ("log_probs", "entropy", "gradients"):
+        assert_close(ours[key], theirs[key], rtol=1e-12, atol=1e-12)
 
 
 class Megatron(torch.nn.Parameter):
@@ -114,7 +90,7 @@ def test_the_gradient_goes_into_megatron_s_main_grad(dtype: torch.dtype):
     assert error < (1e-6 if dtype == torch.float32 else 4e-3)
 
 
-@pytest.mark.parametrize("what", ["plain", "temperatures", "padded", "ragged", "mask"])
+@pytest.mark.parametrize("what", ["plain", "padded", "ragged"])
 @pytest.mark.parametrize("tokens", [40, 160])
 def test_no_logits_but_of_one_chunk(what: str, tokens: int):
     """Whatever T is, one buffer of chunk × V in forward and one in backward; no host sync; nothing of [T, V] kept."""
@@ -123,10 +99,8 @@ def test_no_logits_but_of_one_chunk(what: str, tokens: int):
     offsets = torch.arange(0, 3 * tokens + 1, 3)
     arguments: dict[str, Any] = {
         "plain": {},
-        "temperatures": {"temperature": torch.rand(tokens) + 0.5},
         "padded": {"vocab_size": 60},
         "ragged": {"sampling_mask": RaggedSamplingMask(torch.randint(0, width, (3 * tokens,)), offsets)},
-        "mask": {"sampling_mask": torch.rand(tokens, width) < 0.5},
     }[what]
     targets = targets % 60
     saved: list[Tensor] = []
@@ -143,27 +117,19 @@ def test_no_logits_but_of_one_chunk(what: str, tokens: int):
     buffers = sum(size == chunk * width and name == "new_empty" for name, size in recorder.made)
     assert buffers == 2 if what == "padded" else buffers >= 2  # else the blocks of the arithmetic have that size, too
     own = [x for x in saved if x.ndim == 1 and x.dtype == torch.float32 and x.numel() == tokens]
-    assert all(
-        x.numel() <= max(tokens * H, width * H, 3 * tokens, tokens * width * (x.dtype == torch.bool)) for x in saved
-    )
-    assert len({x.data_ptr() for x in own} - {v.data_ptr() for v in arguments.values() if isinstance(v, Tensor)}) == 3
+    assert all(x.numel() <= max(tokens * H, width * H, 3 * tokens) for x in saved)
+    assert len({x.data_ptr() for x in own}) == 3
 
 
 ERRORS: list[tuple[dict[str, Any], str]] = [
-    ({"hidden": torch.zeros(2, 3, 4)}, r"hidden has shape \[2, 3, 4\], \[T, H\] is needed"),
-    ({"hidden": torch.zeros(T, H, dtype=torch.int64)}, "hidden is torch.int64: hand in"),
+    ({"hidden": torch.zeros(2, 3, 4)}, r"hidden has shape \[2, 3, 4\]"),
     ({"weight": torch.zeros(V, H + 1)}, r"weight is torch.float32 \[50, 7\] for torch.float32 \[11, 6\] hidden states"),
     ({"weight": torch.zeros(V, H, dtype=F64)}, r"weight is torch.float64 \[50, 6\] for torch.float32"),
     ({"weight": torch.zeros(V)}, r"weight is torch.float32 \[50\]"),
-    ({"weight": torch.zeros(V, H, device="meta")}, "weight is on meta, hidden on cpu"),
     ({"targets": torch.zeros(3, dtype=torch.int64)}, "targets has 3 ids for 11 rows of hidden"),
-    ({"rows": torch.zeros(2, dtype=torch.int64)}, "one int64 index for each of the 11 targets"),
     ({"sequence_parallel": True}, "sequence_parallel=True has no group"),
-    ({"rows": torch.tensor([-1, *range(10)])}, r"rows\[0\]=-1 is outside"),
-    ({"rows": torch.tensor([0, T, *range(9)])}, rf"rows\[1\]={T} is outside"),
-    ({"chunk_rows": 0}, "chunk_rows=0 must be at least 1"),
+    ({"rows": torch.tensor([0, T, *range(9)])}, rf"rows\[1\]={T}: rows must lie in \[0, T\) \(T=11\)"),
     ({"backend": "megatron"}, "backend='megatron' needs whole logits"),
-    ({"temperature": -1.0}, "temperature=-1.0 must be positive"),
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -15,14 +14,10 @@ from mismatch_plugin.parallel.agreement import StepKind, difference, step_kind
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.kept_ids import check_kept_ids, ragged_mask
 from mismatch_plugin.parallel.step import Step, end_step
-from tests.distributed.agreement_worker import CONFIGS as SETTINGS
-from tests.distributed.agreement_worker import Case, Grid, batch, begin, hook_of
+from tests.distributed.agreement_worker import SETTINGS, Case, Grid, batch, begin, hook_of
 from tests.distributed.launch import launch
 
-TWO = (Grid(cp=2), Grid(dp=2), Grid(pp=2), Grid(tp=2))
-FOUR = (Grid(cp=2, dp=2), Grid(dp=2, pp=2))
-LAYOUTS = {str(grid): grid for grid in (*TWO, *FOUR)}
-CONFIGS = ("plain", "normalized")
+LAYOUTS = (Grid(cp=2), Grid(dp=2), Grid(pp=2), Grid(tp=2), Grid(cp=2, dp=2), Grid(dp=2, pp=2))
 EVERYWHERE = {
     "other configuration": "ppo.eps_clip_high",
     "mean of micro-batches": "calculate_per_token_loss",
@@ -38,10 +33,6 @@ MICRO_BATCHES, SEQUENCES = {"one micro-batch": "micro-batch"}, {"other sequences
 LEGAL = ("nothing", "other report folder")
 
 
-def cases(grid: Grid, rank: int, plants: Iterable[str]) -> list[Case]:
-    return [Case(grid, plant, rank, config) for plant in plants for config in CONFIGS]
-
-
 def planted(grid: Grid) -> dict[Case, str]:
     """The differences that a layout can have, and what the sentence must name besides the rank."""
     replica = grid.world_size // grid.dp
@@ -49,28 +40,28 @@ def planted(grid: Grid) -> dict[Case, str]:
     words |= ON_THE_LAST_STAGE if grid.world_size > grid.pp else {}
     words |= MICRO_BATCHES if replica > 1 else {}
     words |= SEQUENCES if replica > grid.pp else {}
-    found = cases(grid, grid.world_size - 1, words)
-    found += cases(grid, 0, EVERYWHERE) if grid.pp > 1 else []  # a stage without the loss
-    return {case: words[case.plant] for case in found}
+    found = {Case(grid, plant, grid.world_size - 1): word for plant, word in words.items()}
+    if grid.pp > 1:  # a stage without the loss
+        found |= {Case(grid, plant, 0): word for plant, word in EVERYWHERE.items()}
+    return found
 
 
 def legal(grid: Grid) -> list[Case]:
     """What ranks may differ in: replicas hold other data."""
     free = (*MICRO_BATCHES, *SEQUENCES) if grid.dp == grid.world_size else ()
-    return cases(grid, grid.world_size - 1, (*LEGAL, *free))
+    return [Case(grid, plant, grid.world_size - 1) for plant in (*LEGAL, *free)]
 
 
 @cache
 def outcomes(world_size: int) -> dict[Case, list[dict[str, Any]]]:
     """What every rank said. A rank that is left waiting fails the launch."""
-    grids = [grid for grid in LAYOUTS.values() if grid.world_size == world_size]
+    grids = [grid for grid in LAYOUTS if grid.world_size == world_size]
     every = [case for grid in grids for case in (*planted(grid), *legal(grid))]
     return dict(zip(every, launch(begin, every, world_size, timeout=20.0), strict=True))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_that_differ_are_named_on_every_rank(layout: str) -> None:
-    grid = LAYOUTS[layout]
+@pytest.mark.parametrize("grid", LAYOUTS, ids=str)
+def test_ranks_that_differ_are_named_on_every_rank(grid: Grid) -> None:
     for case, word in planted(grid).items():
         said = {rank["error"] for rank in outcomes(grid.world_size)[case]}
         assert len(said) == 1, f"{case}: {said}"
@@ -79,9 +70,8 @@ def test_ranks_that_differ_are_named_on_every_rank(layout: str) -> None:
         assert f"rank {case.rank}" in sentence, f"{case}: {sentence}"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_ranks_may_differ_in_runs(layout: str) -> None:
-    grid = LAYOUTS[layout]
+@pytest.mark.parametrize("grid", LAYOUTS, ids=str)
+def test_what_ranks_may_differ_in_runs(grid: Grid) -> None:
     for case in legal(grid):
         ranks = outcomes(grid.world_size)[case]
         assert not any(rank["error"] for rank in ranks), ranks
@@ -92,9 +82,8 @@ def test_what_ranks_may_differ_in_runs(layout: str) -> None:
 # One process ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_a_step_without_micro_batches_is_refused_alone_too(config: str) -> None:
-    hook = hook_of(mp.MismatchConfig(**SETTINGS[config]), ParallelGroups())
+def test_a_step_without_micro_batches_is_refused_alone_too() -> None:
+    hook = hook_of(mp.MismatchConfig(**SETTINGS), ParallelGroups())
     with pytest.raises(ValueError, match=r"^no micro-batch was given to this step\. Give every rank at least one"):
         hook.start([])
     with pytest.raises(ValueError, match="no step was begun"):
@@ -112,7 +101,7 @@ def test_a_micro_batch_that_start_was_not_given_is_refused_where_it_runs() -> No
     step, log_probs = Step(mp.MismatchConfig(metrics="full"), ParallelGroups()), batch(1).loss_mask.double() - 2.0
     step.start([batch(1), batch(1)])
     step.loss(log_probs, batch(1))
-    with pytest.raises(ValueError, match=r"is not among those that start was given: .*version_log_ratio"):
+    with pytest.raises(ValueError, match=r"cannot be merged: one has .*version_log_ratio"):
         step.loss(log_probs, batch(1).replace(weight_versions=None))
 
 
@@ -148,7 +137,7 @@ def test_other_units_are_named_where_they_are_summed_over() -> None:
             kinds[level, rank] = step_kind(config, [packed], has_loss=True)
     assert difference({0: {rank: kinds["sequence", rank] for rank in (0, 1)}}) == ""
     said = difference({0: {rank: kinds["turn", rank] for rank in (0, 1)}})
-    assert "rank 0 has 1 with 2 units, rank 1 has 1 with 3 units" in said
+    assert "rank 0 has 1 with 2 units in micro-batch 0, rank 1 has 1 with 3 units in micro-batch 0" in said
 
 
 # The step in one process ----------------------------------------------------------------------------------------------
@@ -163,9 +152,9 @@ class Chunk(torch.nn.Linear):
         self.scaled *= factor
 
 
-def begun(config: mp.MismatchConfig, rollout: float = -1.0, prepares: bool = False) -> Step:
+def begun(config: mp.MismatchConfig, rollout: float = -1.0, prepares: bool = False, thresholds: Any = None) -> Step:
     """A step of two micro-batches of one token each, ρ = e^.5 in the first."""
-    step = Step(config, ParallelGroups())
+    step = Step(config, ParallelGroups(), thresholds)
     rows = {"old_log_probs": [[-0.5]], "loss_masks": [[1]], "advantages": [1.0]}
     batches = [mp.PackedSequences.from_lists(rollout_log_probs=[[value]], **rows) for value in (rollout, -0.5)]
     step.start([each.replace(invalid=()) for each in batches])
@@ -191,11 +180,21 @@ def test_the_end_of_a_step_divides_gradients_or_raises() -> None:
         end_step(begun(normalized, rollout=5.0), normalized, ParallelGroups(), [Chunk(1, 1)])
 
 
+def test_budgets_are_of_the_step_before() -> None:
+    """Whether `prepare` has judged already or the loss does; alone, a micro-batch has the bound that was given."""
+    config = mp.MismatchConfig.build({"rs": {"criteria": ["token:k2:0.05:share=0.4"]}})
+    first, _ = begun(config).finish()
+    assert first is not None and float(first.sum_of("kept@tokens")) == 1
+    for prepares in (False, True):
+        second, _ = begun(config, prepares=prepares, thresholds=first.thresholds()).finish()
+        assert second is not None and float(second.sum_of("kept@tokens")) == 2
+
+
 def test_kept_ids_are_one_list_a_token_with_the_sampled_id() -> None:
     mask = ragged_mask([[3, 1], [], [7]])
     assert (mask.token_ids.tolist(), mask.offsets.tolist()) == ([3, 1, 7], [0, 2, 2, 3])
     check_kept_ids([[1, 2], [], [9]], [2, 5, 7], [1, 1, 0], "a")
     with pytest.raises(ValueError, match="kept_ids of sample a has 1 entries for 2 response tokens"):
-        check_kept_ids([[1]], [1, 2], None, "a")
+        check_kept_ids([[1]], [1, 2], [1, 1], "a")
     with pytest.raises(ValueError, match="kept_ids of sample a, position 2: the sampled id 7 is not among the 1 kept"):
-        check_kept_ids([[1, 2], [], [9]], [2, 5, 7], None, "a")
+        check_kept_ids([[1, 2], [], [9]], [2, 5, 7], [1, 1, 1], "a")

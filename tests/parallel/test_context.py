@@ -65,9 +65,7 @@ def test_a_shard_knows_the_turns_of_the_whole_and_its_chunks() -> None:
     assert shard(whole, "none", 1, 0).chunk_lengths is None
 
 
-def test_a_sequence_without_tokens_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"at least one token, got lengths \[3, 0\]"):
-        split_tokens([3, 0])
+def test_padding_takes_a_value_of_its_own() -> None:
     assert split_tokens([3]).source_T.tolist() == [0, 1, 2]
     part = split_tokens([3], layout="zigzag", size=2, rank=0)
     assert part.take(torch.tensor([7, 8, 9]), padding=-1).tolist() == [[7, -1]]

@@ -10,45 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 
-import mismatch_plugin as mp
-from mismatch_plugin.config.values import merge
-from tests.distributed.correction_cases import (
-    BAD_POSITION,
-    BAD_SEQUENCE,
-    LAYOUTS,
-    PRODUCT,
-    Layout,
-    Outcome,
-    Settings,
-    make,
-    one_process,
-)
-from tests.distributed.correction_check import TOLERANCE, differences, together
-from tests.distributed.correction_worker import (
-    Call,
-    Case,
-    Part,
-    run,
-    run_budgets,
-    run_counted,
-    run_different,
-    run_invalid,
-)
+from tests.distributed.correction_cases import LAYOUTS, PRODUCT, Layout, Outcome, Settings, make, one_process
+from tests.distributed.correction_worker import Call, Case, Part, run, run_counted
 from tests.distributed.launch import launch
 from tests.full import FULL
 
 THIN = 1 if FULL else 3
 ODD = (
     "first_chunk",  # no response token on most ranks of a context-parallel group
-    "last_token",  # only the prompt on all ranks but one
     "untrained_replica",  # no response token on a whole replica
-    "rejected_replica",
     "rejected",  # everything everywhere
     "single",  # sequences of one token: the other ranks have none of it
     "empty",  # a micro-batch without sequences, on one replica or on all
@@ -56,21 +31,6 @@ ODD = (
 )
 SOME = tuple(PRODUCT[::11])  # 11 meets every value of every setting
 COUNTED = ("product", "single", "untrained_replica", "rejected", "empty", "nothing")
-
-BUDGETS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
-    ({}, ("token:k2:0.002:mean=0.004", "sequence_mean:k3:0.001:share=0.3")),
-    ({"use_rollout_log_probs": True, "metrics": "off"}, ("sequence_max:k2:0.05:share=0.2",)),
-    ({"rs": {"policy": "current"}, "metrics": "full"}, ("token:tv:0.02:share=0.05", "sequence_sum:k2:0.1:mean=0.2")),
-    ({"use_tis": True, "use_rollout_log_probs": True}, ("token:binary_kl:0.002:share=0.1",)),
-)
-
-
-def rules(spelled: Callable[[str], str] = str) -> tuple[tuple[str, mp.MismatchConfig], ...]:
-    """The budgets' settings under names of their own, as a case wants its changes."""
-    return tuple(
-        (str(number), mp.MismatchConfig.model_validate(merge(given, {"rs": {"criteria": [*map(spelled, criteria)]}})))
-        for number, (given, criteria) in enumerate(BUDGETS)
-    )
 
 
 def dealt(settings: Sequence[Settings], batch: str, count: int = 2, *changes: Any, **more: Any) -> Iterator[Case]:
@@ -82,32 +42,22 @@ def dealt(settings: Sequence[Settings], batch: str, count: int = 2, *changes: An
 
 def all_jobs() -> Iterator[tuple[str, Callable[[Case], Any], Case]]:
     """(name, what each rank does, case)."""
-    used = [settings for settings in SOME if settings.config().uses_rollout_values]
-    own_mean = [
-        replace(s, rotation=s.rotation * 3 + 1) for s in PRODUCT if s.normalizes and s.denominator == "accepted"
-    ]
+    own_mean = [settings for settings in PRODUCT if settings.normalizes][::THIN]
     known = tuple(settings for settings in PRODUCT[:: 5 * THIN] if settings.algorithm in (0, 2))
     for count in (1, 4):
         settings = PRODUCT if FULL else PRODUCT[count - 1 :: 2 * THIN]
         yield from (("product", run, case) for case in dealt(settings, "product", count, always_prepares=False))
     for number, batch in enumerate(ODD):
         yield from (("odd", run, case) for case in dealt(SOME[number % THIN :: THIN], batch))
-    yield from (("invalid", run_invalid, case) for case in dealt(used, "bad_token"))
     for number, policy in enumerate(("neutral", "drop-token", "drop-sequence")):
         change = ("rollout_log_prob_policy", policy)
         yield from (("policy", run, case) for case in dealt(SOME[number % THIN :: THIN], "bad_tokens", 2, change))
-    yield from (("own mean", run, case) for case in dealt(own_mean, "product", 2, ("scope", "micro_batch")))
+    cases = dealt(own_mean, "product", 1, ("scope", "micro_batch"))
+    yield from (("own mean", run, case) for case in cases if case.layout.dp == 1)
     for number, layout in enumerate((LAYOUTS[0], LAYOUTS[3])):
         yield "absent", run, Case("on_policy", layout, 2, known[number::2])
-        yield "absent", run, Case("mixed", layout, 2, known[number::2], starts=False)  # `start` refuses that
     tried = tuple(settings for settings in SOME if settings.rejects or settings.weighted)
     yield "dry run", run, Case("product", LAYOUTS[3], 2, tried[::THIN], (("dry_run", True),))
-    for layout in (LAYOUTS[0], LAYOUTS[2]):
-        batches = ("no versions", "versions once", *(("other metrics", "no loss") if layout.cp == 1 else ()))
-        yield from (("different", run_different, Case(batch, layout, 2, SOME[:1])) for batch in batches)
-    for layout in LAYOUTS:
-        yield "budgets", run_budgets, Case("product", layout, 3, (), rules())
-        yield "no budgets", run_budgets, Case("product", layout, 3, (), rules(lambda rule: rule.rpartition(":")[0]))
     for batch in COUNTED:
         yield from (("counted", run_counted, case) for case in dealt(PRODUCT[::23], batch))
 
@@ -139,6 +89,48 @@ def expected(batch: str, settings: Settings, changes: tuple[Any, ...] = ()) -> O
 
 
 # Equal to one process -------------------------------------------------------------------------------------------------
+
+TOLERANCE = 1e-12
+
+
+def together(parts: Sequence[Part]) -> Outcome:
+    """What the ranks of a step have, put back into the whole by position; each token lies on one rank."""
+    places = torch.cat([part.places for part in parts])
+    assert torch.equal(places.sort().values, torch.arange(places.numel())), "a token is missing, or is there twice"
+    tokens = torch.empty(4, places.numel(), dtype=torch.float64)
+    tokens[:, places] = torch.cat([part.tokens for part in parts], 1)
+    weights, keep, gradient, terms_gradient = tokens.unbind(0)
+    loss, terms, denominator, terms_denominator = (sum(values) for values in zip(*(p.sums for p in parts), strict=True))
+    factor = parts[0].factor
+    assert len({(part.factor, part.digest) for part in parts}) == 1, "the ranks differ in what a step shares"
+    divisor, terms_divisor = max(denominator, 1.0), max(terms_denominator, 1.0)
+    assert parts[0].metrics is not None
+    return Outcome(
+        loss / divisor / factor + terms / terms_divisor,
+        (int(denominator), int(terms_denominator)),
+        gradient / divisor / factor + terms_gradient / terms_divisor,
+        weights / factor,
+        keep,
+        parts[0].metrics,
+    )
+
+
+def differences(actual: Outcome, whole: Outcome) -> list[str]:
+    """Names of what is not equal."""
+    found = [] if math.isclose(actual.loss, whole.loss, rel_tol=TOLERANCE) else ["loss"]
+    found += [] if actual.denominators == whole.denominators else ["denominators"]
+    for name in ("gradient", "weights", "keep"):
+        one, other = getattr(actual, name), getattr(whole, name)
+        rounding = 1e-15 * float(other.abs().max()) if other.numel() else 0.0  # where two terms' gradients cancel
+        found += [] if torch.allclose(one, other, rtol=TOLERANCE, atol=rounding) else [name]
+    assert actual.metrics.keys() == whole.metrics.keys()
+    for name, value in whole.metrics.items():
+        # A deviation is the root of a difference: its square is what has digits, of those of the mean's square.
+        power = 2 if name.endswith("_std") else 1
+        size = max(1.0, whole.metrics.get(name.replace("_std", "_mean"), 0.0)) if power == 2 else 1.0
+        if not math.isclose(actual.metrics[name] ** power, value**power, rel_tol=TOLERANCE, abs_tol=1e-15 * size**2):
+            found.append(f"{name}: {actual.metrics[name]!r} instead of {value!r}")
+    return found
 
 
 def total_differences(parts: Sequence[Part], whole: Outcome) -> list[str]:
@@ -191,44 +183,23 @@ def test_odd_ranks_equal_one_process() -> None:
             assert actual.denominators[0] == (0 if settings.denominator == "accepted" else actual.denominators[1])
             assert parts[0].factor == 1.0 or settings.mode != "mask", "there is no weight to average"
     assert rejecting > 2
-    for batch in ("first_chunk", "last_token", "untrained_replica"):
+    for batch in ("first_chunk", "untrained_replica"):
         assert (True, False) in holds[batch], "some rank has tokens and none that trains"
     assert (False, False) in holds["single"] and (False, False) in holds["empty"]
     assert holds["nothing"] == {(False, False)}
 
 
-def by_micro_batch(layout: Layout, count: int, config: mp.MismatchConfig) -> Outcome:
-    """Each micro-batch in one process by itself, all of them added up."""
-    whole = make("product")
-    starts = [0, *torch.tensor(whole.lengths).cumsum(0).tolist()]
-    tokens, results = torch.full((3, starts[-1]), math.nan).double(), list[mp.PolicyLoss]()
-    for ids in [ids for replica in range(layout.dp) for ids in whole.ids(layout, count, replica)]:
-        places = torch.tensor([place for i in ids for place in range(starts[i], starts[i + 1])])
-        log_probs = whole.log_probs[places].requires_grad_()
-        result = mp.policy_loss(log_probs, whole.packed(ids), config)
-        (gradient,) = torch.autograd.grad(result.loss_sum, log_probs)
-        tokens[:, places] = torch.stack([gradient, result.correction.weights, result.correction.keep])
-        results.append(result)
-    statistics = results[0].statistics
-    for result in results[1:]:
-        statistics = statistics.merge(result.statistics)
-    gradient, weights, keep = tokens.unbind(0)
-    denominators = sum(int(r.denominator) for r in results), sum(int(r.terms_denominator) for r in results)
-    divisor, loss = max(denominators[0], 1), sum(float(result.loss_sum.detach()) for result in results)
-    return Outcome(loss / divisor, denominators, gradient / divisor, weights, keep, statistics.metrics())
-
-
 def test_normalisation_over_a_micro_batch() -> None:
-    """The mean runs over the micro-batch's whole sequences, on all context-parallel ranks, and over no other one."""
+    """The mean runs over the micro-batch's whole sequences, on all context-parallel ranks."""
     for case, parts in steps("own mean"):
-        config = parts[0].settings.config(scope="micro_batch")
         assert parts[0].factor == 1.0, "nothing is left to divide by at the end of the step"
-        assert not differences(together(parts), by_micro_batch(case.layout, 2, config)), (case, parts[0].settings)
+        found = differences(together(parts), expected("product", parts[0].settings, case.changes))
+        assert not found, (case, parts[0].settings, found)
 
 
 def test_old_log_probs_absent_and_dry_runs() -> None:
-    """The weights of algorithm 2 are known only after the step: on all ranks, though only some lack them (mixed). A dry
-    run changes neither the denominators known before the step nor the gradients after it."""
+    """The weights of algorithm 2 are known only after the step. A dry run changes neither the denominators known before
+    the step nor the gradients after it."""
     for case, parts in steps("absent"):
         settings, whole = parts[0].settings, expected(case.batch, parts[0].settings)
         assert not differences(together(parts), whole), f"{case}, {settings}"
@@ -245,24 +216,6 @@ def test_old_log_probs_absent_and_dry_runs() -> None:
         assert actual.denominators == (original, original) and tokens == actual.keep.sum()
 
 
-# Invalid log-probs, and ranks that differ -----------------------------------------------------------------------------
-
-
-def test_an_error_on_one_rank_is_raised_on_all() -> None:
-    """Catches a rank that raises alone and leaves the others in a collective, and one that would step regardless. The
-    position is that in the whole sequence, not in the part of it that the rank holds."""
-    for case, ranks in steps("invalid"):
-        assert [rank["holds"] for rank in ranks].count(True) == 1
-        assert [rank["invalid"] for rank in ranks] == [1.0] * case.layout.world_size
-        for rank in ranks:
-            if rank["holds"]:
-                assert f"sequence {BAD_SEQUENCE}, position {BAD_POSITION} " in rank["message"], case
-                assert "is missing or NaN (value nan, kind nan)" in rank["message"]
-            else:
-                assert "invalid log-probs on another rank: 1 of kind nan" in rank["message"]
-            assert "--rollout-log-prob-policy neutral, drop-token or drop-sequence" in rank["message"]
-
-
 def test_invalid_log_probs_under_every_policy() -> None:
     """A sequence is dropped on every rank that has a part of it, though only one of them sees the bad token."""
     for case, parts in steps("policy"):
@@ -277,116 +230,54 @@ def test_invalid_log_probs_under_every_policy() -> None:
             assert not any(kept[number] for number in (0, 2, 4, 5))
 
 
-def test_ranks_with_different_fields_or_settings_are_refused_on_all() -> None:
-    """Under a host that calls no `start`: vectors of different lengths in one all-reduce, a rank that raises alone.
-    Under CP some of it would make the loss itself wait: hence `start`."""
-    sentences = {
-        "no versions": "rank 0 has version_log_ratio, rank 1 has no version_log_ratio",
-        "versions once": "on rank 0: statistics cannot be merged: one has -version, version, ",
-        "other metrics": "rank 0 has metrics = 'full', rank 1 has metrics = 'basic'",
-        "no loss": "rank 1 ran no micro-batch in this step, other ranks did",
-    }
-    for case, ranks in results("different"):
-        for one, two in zip(*ranks, strict=True):
-            assert one == two and sentences[case.batch] in one, one
-
-
 # Collectives ----------------------------------------------------------------------------------------------------------
-
-
-def parts_of(settings: Settings, layout: Layout, sequences: int, turns: int) -> int:
-    """Numbers that the first SUM has for turns or chunks: log-ratio and tokens, of turns also what is rejected, and the
-    advantages where these are read."""
-    chunks = {"none": 1, "zigzag": 2 * layout.cp, "contiguous": layout.cp}[layout.context]
-    of_turns = (2 + settings.rejects + settings.by_sign) * turns
-    return {"turn": of_turns, "prefix": 2 * chunks * sequences}.get(settings.level, 0)
-
-
-def columns_of(call: Call, sequences: int, parts: int) -> int:
-    """Columns that are summed over sequences."""
-    return call.shape[0] if len(call.shape) == 2 else (call.shape[0] - parts) // sequences
 
 
 def test_exactly_these_collectives() -> None:
     """Catches a MAX nobody needs, a reduction over data inside a micro-batch, one that autograd differentiates through,
     a number of them that depends on what a rank holds, and a dtype in which counts are not exact.
     """
-    held: dict[tuple[Layout, Settings], list[tuple[int, dict[str, Any]]]] = {}
     for case, ranks in results("counted"):
         for rank, of_rank in enumerate(ranks):
             for settings, counts in zip(case.settings, of_rank, strict=True):
-                held.setdefault((case.layout, settings), []).append((rank, counts))
-    for (layout, settings), found in held.items():
-        _same_collectives(layout, settings, found)
+                assert_collectives(case.layout, settings, rank, counts)
 
 
-def _same_collectives(layout: Layout, settings: Settings, steps: list[tuple[int, dict[str, Any]]]) -> None:
-    maxima = sum(criterion.startswith("sequence_max") for criterion in settings.criteria)
-    shapes = [
-        (loss, n, parts_of(settings, layout, n, turns))
-        for _, counts in steps
-        for loss, n, turns in zip(counts["losses"], counts["sequences"], counts["turns"], strict=True)
-        if loss
-    ]
-    first = {columns_of(loss[0], n, parts) for loss, n, parts in shapes}
-    second = {loss[-1].shape[0] for loss, _, _ in shapes if settings.level == "prefix"}
-    assert len(first) == (1 if layout.cp > 1 else 0), "as many columns, whatever there is on a rank"
-    assert len(second) == (settings.level == "prefix" and layout.cp > 1)
-    (columns,), (late,) = first or {0}, second or {0}
-    # What is kept or weighed is known from π_old; elsewhere the masks alone are counted.
+def assert_collectives(layout: Layout, settings: Settings, rank: int, counts: dict[str, Any]) -> None:
     config = settings.config()
-    judged = config.normalizes_step or (config.rejects_by_log_probs and not config.dry_run)
-    judged = judged and settings.algorithm in (0, 2)
+    # What is kept or weighed is known from π_old; elsewhere the masks alone are counted.
+    judged = (config.normalizes_step or config.rejects_by_log_probs) and settings.algorithm in (0, 2)
     reused = judged and not settings.rejects_on_current_policy and settings.objective not in ("gspo", "gmpo")
-    for rank, counts in steps:
-        group = tuple(range(rank // layout.cp * layout.cp, (rank // layout.cp + 1) * layout.cp))
+    maxima = sum(criterion.startswith("sequence_max") for criterion in settings.criteria)
+    first = rank // layout.cp * layout.cp
+    sharing, everyone = tuple(range(first, first + layout.cp)), tuple(range(layout.world_size))
 
-        def inside(*wanted: tuple[str, tuple[int, ...]], group: tuple[int, ...] = group) -> list[Call]:
-            """Over the rank's context-parallel group. No sequences, nothing to reduce: on all of its ranks alike."""
-            calls = [Call(operation, group, shape, torch.float64) for operation, shape in wanted]
-            return [call for call in calls if len(group) > 1 and call.bytes > 0]
+    def over_data(operation: str, size: int) -> Call:
+        return Call(operation, everyone, (size,), torch.float64)
 
-        def over_data(operation: str, size: int) -> Call:
-            return Call(operation, tuple(range(layout.world_size)), (size,), torch.float64)
+    def sharing_sequences(operation: str, *shape: int) -> list[Call]:
+        """Over the rank's context-parallel group. No sequences, nothing to reduce: on all of its ranks alike."""
+        return [Call(operation, sharing, shape, torch.float64)] if layout.cp > 1 and math.prod(shape) else []
 
-        losses, masks = [], []
-        for n, turns in zip(counts["sequences"], counts["turns"], strict=True):
-            size = columns * n + parts_of(settings, layout, n, turns)
-            shape = (size,) if settings.level in ("turn", "prefix") else (columns, n)
-            losses.append(inside(("SUM", shape), ("MAX", (maxima, n)), ("SUM", (late, n))))
-            masks.append(inside(("SUM", (n * (1 + settings.limits_staleness),))))
-        assert counts["losses"] == losses, settings
-        assert counts["backward"] == []
-        agreement = inside(("MAX", (9,))) + [over_data("MAX", 9)] * (layout.dp > 1)
-        assert counts["start"] == agreement, "over CP, and over DP × CP where that is more"
-        sums, extremes = counts["state"]
-        assert counts["finish"] == [over_data("SUM", sums), over_data("MAX", extremes)]
-        assert counts["again"] == ([[] for _ in losses] if reused else losses), "nothing is reduced twice"
-        *before, total = counts["prepare"]
-        assert total == over_data("SUM", 7)
-        if reused or not judged:
-            assert before == [call for calls in (losses if reused else masks) for call in calls]
-        else:  # as the loss, whose SUM has the columns of metrics and objective, too
-            assert sum(call.bytes for call in before) <= sum(call.bytes for calls in losses for call in calls)
-
-
-def test_budgets_are_the_same_for_every_split() -> None:
-    """And bring no collective: the histogram travels in the step's SUM."""
-    whole = make("product")
-    packed = whole.packed().prepared()
-    for number, (_, config) in enumerate(rules()):
-        keep, thresholds = [], None
-        for _ in range(2):
-            result = mp.policy_loss(whole.log_probs, packed, config, thresholds=thresholds)
-            keep.append(result.correction.keep)
-            thresholds = result.statistics.thresholds()
-        assert thresholds is not None
-        assert not torch.equal(*keep), f"{config.rs} changes nothing in the second step"
-        for (case, of_budgets), (_, of_plain) in zip(results("budgets"), results("no budgets"), strict=True):
-            found = [torch.zeros_like(each) for each in keep]
-            for rank, (places, kept, bounds, calls) in enumerate(each[number] for each in of_budgets):
-                for own, mine in zip(found, kept, strict=True):
-                    own[places] = mine
-                assert bounds == {name: float(value) for name, value in thresholds.items()}, case.layout
-                assert calls == of_plain[rank][number][-1]
-            assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, keep, strict=True)), case.layout
+    masks = []
+    for n, calls in zip(counts["sequences"], counts["losses"], strict=True):
+        masks += sharing_sequences("SUM", n * (1 + settings.limits_staleness))
+        second = calls[-1].shape[0] if calls and settings.level == "prefix" else 0
+        expected = calls[:1] + sharing_sequences("MAX", maxima, n) + sharing_sequences("SUM", second, n)
+        assert calls == expected and len(calls[:1]) == (layout.cp > 1 and n > 0), settings
+        for call in calls[:1]:  # turns and chunks are summed, too, where there are any
+            assert call == Call("SUM", sharing, call.shape, torch.float64)
+            assert settings.level in ("turn", "prefix") or call.shape[1:] == (n,)
+    assert counts["backward"] == []
+    agreement = sharing_sequences("MAX", 9) + [over_data("MAX", 9)] * (layout.dp > 1)
+    assert counts["start"] == agreement, "over CP, and over DP × CP where that is more"
+    sums, extremes = counts["state"]
+    assert counts["finish"] == [over_data("SUM", sums), over_data("MAX", extremes)]
+    losses = [call for calls in counts["losses"] for call in calls]
+    assert [call for calls in counts["again"] for call in calls] == ([] if reused else losses), "reduced twice"
+    *before, total = counts["prepare"]
+    assert total == over_data("SUM", 6)
+    if reused or not judged:
+        assert before == (losses if reused else masks)
+    else:  # as the loss, whose SUM has the columns of metrics and objective, too
+        assert sum(call.bytes for call in before) <= sum(call.bytes for call in losses)

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning
 
 LENGTHS = (3, 7, 2, 9, 5, 1, 4, 6)
 WHOLE, CUT = [range(8)], [range(3), range(3, 4), range(4, 8)]
+SHARES = [CUT[:1], CUT[1:]]
 
 
 class Data(NamedTuple):
@@ -40,12 +41,12 @@ def data() -> Data:
 
 
 def parts_of(
-    config: mp.MismatchConfig, cut: Any, leaves: list[Tensor], factor: float | None = None
+    config: mp.MismatchConfig, cut: Any, leaves: list[Tensor], factor: float | None = None, plant: str = ""
 ) -> list[mp.PolicyLoss]:
     """`policy_loss` of every micro-batch."""
     rollout, old, _, advantages = data()
     results = []
-    for ids in cut:
+    for number, ids in enumerate(cut):
         packed = mp.PackedSequences.from_lists(
             rollout_log_probs=[rollout[i] for i in ids],
             old_log_probs=[old[i] for i in ids],
@@ -53,6 +54,10 @@ def parts_of(
             loss_masks=[[1] * LENGTHS[i] for i in ids],
             advantages=[advantages[i] for i in ids],
         )
+        if plant == "no rollout" or (plant == "no rollout once" and number == 1):
+            packed = packed.replace(rollout_log_probs=None)
+        if plant == "invalid" and number == 1 and packed.rollout_log_probs is not None:
+            packed.rollout_log_probs[2] = torch.nan  # found in the loss, as on a device
         results.append(mp.policy_loss(torch.cat([leaves[i] for i in ids]), packed, config, batch_factor=factor))
     return results
 
@@ -142,20 +147,14 @@ def test_a_step_without_accepted_tokens_is_zero_and_connected() -> None:
         mp.step_loss([])
 
 
-def on_ranks(settings: dict[str, Any]) -> tuple[float, Tensor, dict[str, float], str]:
-    """A rank's loss and gradient, as DDP would average them, the metrics, and what is said where rank 1 has nothing."""
+def on_ranks(settings: dict[str, Any]) -> tuple[float, Tensor, dict[str, float]]:
+    """A rank's loss and gradient, as DDP would average them, and the metrics."""
     leaves = [row.clone().requires_grad_() for row in data().current]
-    mine = [[range(3)], [range(3, 4), range(4, 8)]][dist.get_rank()]
-    ended = mp.step_loss(parts_of(made(**settings), mine, leaves), dist.group.WORLD)
+    ended = mp.step_loss(parts_of(made(**settings), SHARES[dist.get_rank()], leaves), dist.group.WORLD)
     ended.loss.backward()
     gradient = torch.cat([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves])
     dist.all_reduce(gradient)
-    try:
-        mp.step_loss([] if dist.get_rank() else parts_of(made(**settings), mine, leaves), dist.group.WORLD)
-        said = ""
-    except ValueError as error:
-        said = str(error)
-    return ended.loss.item(), gradient / 2, ended.metrics(), said
+    return ended.loss.item(), gradient / 2, ended.metrics()
 
 
 def test_ranks_are_one_step() -> None:
@@ -164,7 +163,36 @@ def test_ranks_are_one_step() -> None:
     for settings, ranks in zip(cases, launch(on_ranks, cases, 2), strict=True):
         loss, gradient, metrics = step(made(**settings), WHOLE)
         assert sum(rank[0] for rank in ranks) / 2 == pytest.approx(loss, rel=1e-12)
-        for _, theirs, figures, said in ranks:
+        for _, theirs, figures in ranks:
             torch.testing.assert_close(theirs, gradient, rtol=1e-12, atol=1e-15)
             assert figures == pytest.approx(metrics, rel=1e-9, abs=1e-12)
-            assert said.startswith("on rank 1: no micro-batch was given to this step")
+
+
+DIFFERENT = {
+    "nothing": ["on rank 1: no micro-batch was given to this step"] * 2,
+    "other metrics": ["rank 0 has metrics = 'full', rank 1 has metrics = 'basic'"] * 2,
+    "no rollout": ["rank 0 has train@tokens, rank 1 has no train@tokens"] * 2,
+    "no rollout once": ["on rank 1: statistics cannot be merged: one has "] * 2,
+    "invalid": ["invalid log-probs on another rank: 1 of kind nan", "sequence 0, position 2 "],
+}
+
+
+def refusal(plant: str) -> str:
+    """What is said where rank 1 has something else."""
+    rank, config = dist.get_rank(), made(use_tis=plant == "invalid", metrics="full")
+    plant = plant if rank else ""
+    if plant == "other metrics":
+        config = config.replace(metrics="basic")
+    results = parts_of(config, SHARES[rank] if plant != "nothing" else [], data().current, plant=plant)
+    try:
+        mp.step_loss(results, dist.group.WORLD).metrics()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_differ_are_refused_on_all() -> None:
+    """Otherwise vectors of different lengths meet in one all-reduce, or a rank raises alone and the others wait."""
+    for plant, ranks in zip(DIFFERENT, launch(refusal, list(DIFFERENT), 2), strict=True):
+        for said, words in zip(ranks, DIFFERENT[plant], strict=True):
+            assert words in said, (plant, said)
