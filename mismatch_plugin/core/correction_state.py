@@ -27,15 +27,6 @@ def any_of(verdicts: Iterable[Tensor | None]) -> Tensor | None:
     return reduce(torch.logical_or, given) if given else None
 
 
-def locators(config: MismatchConfig, packed: PackedSequences, train_T: Tensor) -> tuple[Locator, ...]:
-    """What names the invalid log-probs of a batch, should any be counted under the policy `error`."""
-    rollout = packed.rollout_log_probs
-    if config.rollout_log_prob_policy != "error" or rollout is None:
-        return ()
-    where = (packed.lengths, packed.sequence_ids, packed.positions)
-    return (partial(find_invalid, train_T, rollout, packed.loss_mask, *where),)
-
-
 class CorrectionState:
     """The intermediate results of one `correct` call, filled in as it proceeds. [T] local tokens, [N] whole sequences,
     [U] units of the level, which are tokens, sequences or, with `parts`, parts of sequences.
@@ -72,7 +63,10 @@ class CorrectionState:
         self.sums_U: dict[str, Tensor] = {}
         self.means_N: dict[str, Tensor] = {}
         self.factor: Tensor | float | None = None
-        self.locators = locators(config, packed, train_T)
+        self.locators: tuple[Locator, ...] = ()
+        if config.rollout_log_prob_policy == "error" and packed.rollout_log_probs is not None:
+            where = (packed.loss_mask, packed.lengths, packed.sequence_ids, packed.positions)
+            self.locators = (partial(find_invalid, train_T, packed.rollout_log_probs, *where),)
 
     def rejected_tokens(self) -> tuple[Tensor | None, Tensor | None]:
         """(what criteria and mask mode reject so far, the same with tokens that are dropped), [T] bool; None: none."""

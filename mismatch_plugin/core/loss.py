@@ -59,10 +59,6 @@ class TokenLoss:
     packed: PackedSequences = field(repr=False)
     config: MismatchConfig = field(repr=False)
 
-    def entropy(self) -> Tensor | None:
-        """Entropy of π_θ, as `packed.entropy` has it; None without."""
-        return None if self.packed.entropy is None else torch.where(self.selected, self.packed.entropy, 0.0)
-
     def kl(self) -> Tensor | None:
         """Estimator `terms.kl_type` of KL(π_θ ‖ π_ref), with gradient, not weighted; None without ref_log_probs."""
         if self.packed.ref_log_probs is None:
@@ -87,8 +83,9 @@ class TokenLoss:
         Rejection does not scale them, but takes the last one's rejected tokens where `terms.rollout_kl_on` is accepted;
         importance weights the KL to the reference where `terms.kl_importance_weighted` says so.
         """
-        terms, entropy = self.config.terms, self.entropy()
-        if entropy is not None:
+        terms = self.config.terms
+        if self.packed.entropy is not None:
+            entropy = torch.where(self.selected, self.packed.entropy, 0.0)
             yield Term("entropy", entropy, entropy, -terms.entropy_coef)
         kl = self.kl() if terms.kl_coef or self.config.metrics != "off" else None
         if kl is not None:
@@ -152,7 +149,9 @@ def token_loss(
     log_probs = packed.flatten(log_probs, "log_probs")
     if log_probs.dtype in HALF:
         log_probs = log_probs.float()
-    old, train = anchors(log_probs, packed, config)
+    current = log_probs.detach()
+    old = current if packed.old_log_probs is None else packed.old_log_probs.detach()
+    train = current if config.use_rollout_log_probs else old
     objective, advantages = OBJECTIVES[config.policy_objective], packed.advantages.detach()
 
     def entering(tokens: Tokens) -> ObjectiveInputs:
@@ -172,7 +171,6 @@ def token_loss(
     if correction is not None:
         correction = correction.divided_by(batch_factor)
     elif weights is None:
-        current = log_probs.detach() if config.rejects_on_current_policy else None
         correction = compute_correction(train, packed, config, groups, batch_factor, current, thresholds, further)
     else:
         correction = given_correction(weights, train, packed, config, groups, further)
@@ -191,13 +189,6 @@ def known_before_loss(config: MismatchConfig) -> bool:
     """Whether `correct` of a batch with π_old is all that its loss needs: neither π_θ nor sums of the objective's."""
     averages = OBJECTIVES[config.policy_objective].averages
     return not (config.use_rollout_log_probs or config.rejects_on_current_policy or averages)
-
-
-def anchors(log_probs: Tensor, packed: PackedSequences, config: MismatchConfig) -> tuple[Tensor, Tensor]:
-    """(log π_old, log π_train of the correction and the diagnostics), each [T], detached."""
-    current = log_probs.detach()
-    old = current if packed.old_log_probs is None else packed.old_log_probs.detach()
-    return old, current if config.use_rollout_log_probs else old
 
 
 def validate_batch(packed: PackedSequences, config: MismatchConfig) -> None:
@@ -295,7 +286,7 @@ def policy_loss(
     All else as `token_loss`. Writes nothing: `report_dir` is for the hooks; a loop of its own calls
     `report.log.write_step`.
     """
-    validate_batch(packed, config)
+    token = token_loss(log_probs, packed, config, groups, batch_factor, thresholds=thresholds)
     if config.rs.group != "keep" and packed.rewards is None:
         raise ValueError(
             f"rewards is missing: rs.group {config.rs.group} acts in mp.group_advantages(rewards, group_ids, accepted) "
@@ -307,7 +298,6 @@ def policy_loss(
             "several, pass those from before the first.",
             stacklevel=2,
         )
-    token = token_loss(log_probs, packed, config, groups, batch_factor, thresholds=thresholds)
     result = sum_tokens(token, groups)
     if batch_factor is None and config.normalizes_step:
         return replace(result, statistics=replace(result.statistics, own_means=1))

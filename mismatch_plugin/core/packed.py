@@ -339,12 +339,10 @@ class PackedSequences:
             elif name == "advantages" and isinstance(value, Tensor) and value.dim() == 1:
                 rows[name] = list(value)
             elif value is not None:
-                found = (
-                    f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
-                )
+                found = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else "is no tensor"
                 raise ValueError(
-                    f"{name} {found}, loss_masks a tensor of shape {(batch, width)}: the two must agree (advantages "
-                    f"may be [batch])."
+                    f"{name} {found}: from_padded takes tensors of the shape of loss_masks, {(batch, width)} "
+                    f"(advantages may be [batch])."
                 )
         packed = cls.from_lists(loss_masks=[row[:n] for row, n in zip(loss_masks, keep, strict=True)], **rows)
         object.__setattr__(packed, "padded_width", width)

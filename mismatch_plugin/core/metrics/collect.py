@@ -21,7 +21,7 @@ from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.rejection import budget_histogram
 from mismatch_plugin.core.segments import Column, bounded_exp
 from mismatch_plugin.core.units import center, unit_log_ratio
-from mismatch_plugin.core.validity import KINDS
+from mismatch_plugin.core.validity import KINDS, count_kinds
 from mismatch_plugin.core.weights import grown
 from mismatch_plugin.limits import SAFETY_BOUND
 
@@ -124,7 +124,7 @@ def collect_statistics(state: CorrectionState, counts_sequences: bool) -> Statis
     maximum_names, maxima = _maxima(state, has, rows)
     if state.tokens.code is not None:
         names += [f"invalid_{kind}" for kind in KINDS]
-        values.append(state.tokens.count_kinds())
+        values.append(count_kinds(state.tokens.code))
     for criterion in state.config.budgets:
         tokens = state.tokens.padding.logical_not() if criterion.judges_tokens else has
         judged = state.judged.values(criterion) if criterion.judges_tokens else state.values_N[criterion.name]

@@ -147,8 +147,7 @@ class Statistics:
         if found:
             raise invalid_error(found, int(sum(counted.values())))
         kinds = ", ".join(f"{int(count)} of kind {kind}" for kind, count in counted.items() if count)
-        held = [kind for kind, count in counted.items() if count]
-        raise invalid_error([], summary=f"invalid log-probs on another rank: {kinds}", kinds=held)
+        raise invalid_error([], summary=f"invalid log-probs on another rank: {kinds}")
 
 
 def validate_mergeable(one: Statistics, other: Statistics) -> None:
@@ -162,10 +161,8 @@ def validate_mergeable(one: Statistics, other: Statistics) -> None:
             )
     if (one.sum_names, one.maximum_names) == (other.sum_names, other.maximum_names):
         return
-    more, less = {*one.fields}, {*other.fields}
-    has, lacks, extra = ("one", "the other", more - less) if more - less else ("the other", "one", less - more)
-    what = ", ".join(sorted(extra)[:6]) or "another order of names"
+    what = ", ".join(sorted({*one.fields} ^ {*other.fields})[:6]) or "another order of names"
     raise ValueError(
-        f"statistics cannot be merged: {has} has {what}, {lacks} not. All batches of a step need the same fields "
+        f"statistics cannot be merged: one has {what}, the other not. All batches of a step need the same fields "
         f"(rollout_log_probs, ref_log_probs, weight_versions, advantages, entropy)."
     )
