@@ -107,22 +107,18 @@ def correct(
     """Importance weights, accepted tokens and statistics of a batch.
 
     The training side is `packed.old_log_probs`. l_t = log π_train − log π_rollout on the loss mask and 0 elsewhere;
-    then level, mode, batch normalisation, criteria and veto. What hangs on the advantage reads `packed.advantages`;
-    `rs.max_staleness` reads `packed.weight_versions` and `packed.trainer_version`, and no log-prob.
+    then level, mode, batch normalisation, criteria, veto and staleness.
 
     groups: context-parallel reductions; None means whole sequences here.
-    batch_factor: mean weight of the whole step where this batch is only a part of it (`Statistics.batch_factor`);
-        None takes the mean over this batch. Unused without batch normalisation.
+    batch_factor: mean weight of the whole step (`Statistics.batch_factor`); None takes that of this batch. Unused
+        without batch normalisation.
     log_probs: log π_θ, [T] or as `PackedSequences.flatten` takes it; read under `rs.policy` current alone.
-    thresholds: `Statistics.thresholds` of the whole step before, for criteria with a budget; None in the first step,
-        whose bounds are those given.
+    thresholds: `Statistics.thresholds` of the step before, for budgets; None in the first step: the bounds as written.
     Collectives: one SUM of [K, N] (at turn level with the sums of every turn, at prefix level of every chunk), at
         prefix level a second one of [K', N], and one MAX where a sequence_max criterion is set; none without groups.
     Host syncs: none. Gradient: none.
-    Raises: TypeError where config is none; ValueError where log-probs, advantages or versions that the configuration
-        needs are missing, or what turn and prefix level need under context parallelism; InvalidLogProbError where the
-        packed data were found to hold invalid log-probs that are used and the policy is `error` (data on a device are
-        reported by `metrics()`).
+    Raises: TypeError where config is none; ValueError for missing fields; InvalidLogProbError where the packed data
+        were found to hold invalid log-probs that are used and the policy is `error` (`metrics()` reports a device's).
     """
     validate_config_type(config)
     _raise_invalid(packed, config, stopping_kinds(config))

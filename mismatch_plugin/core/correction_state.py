@@ -31,13 +31,11 @@ class CorrectionState:
     """The intermediate results of one `correct` call, filled in as it proceeds. [T] local tokens, [N] whole sequences,
     [U] units of the level, which are tokens, sequences or, with `parts`, parts of sequences.
 
-    judged: what criteria and veto judge.
-    outside_T, outside_N, outside_U: what a criterion rejects, by its name, and under `mode` what mask mode does (U:
-        that alone, where units are parts of sequences); outside_T also `staleness`, outside_N `veto` and `invalid`.
-        weights_U: bounded, before batch normalisation; None without weights.
+    judged: what criteria and veto judge. outside_T, outside_N: what a criterion rejects, by its name, and what `mode`
+        (mask), `staleness`, `veto` and `invalid` do. outside_U: `mode` where units are parts of sequences.
+    weights_U: bounded, before batch normalisation; None without weights. factor: what that divides them by.
     values_N: what a sequence criterion compares, by name. token_extremes: maxima of a token criterion's statistic,
-        "-name" for minima. factor: what batch normalisation divides the weights by.
-    sums_U: sums of each part; those of the sequences without parts.
+        "-name" for minima. sums_U: sums of each part; those of the sequences without parts.
     """
 
     tokens_N: Tensor

@@ -50,9 +50,8 @@ class PackedSequences:
     unit_counts: units of each sequence, the same on every rank that holds a part of it (some may be empty).
     chunk_lengths: under context parallelism, of each sequence this rank's tokens in each of the chunks it is cut into,
     in order, 0 in those of other ranks (`parallel.context` makes both).
-    rewards: [N]. sequence_ids: names for error messages. padded_width: S of the [B, S] tensors of `from_padded`, so
-    that `flatten` finds the tokens of others. `invalid`: the first invalid log-probs of each kind that
-    were found while the data was still on the CPU; `invalid_counts`: how many there are, by kind.
+    rewards: [N]. sequence_ids: names for error messages. padded_width: S of the [B, S] tensors of `from_padded`.
+    invalid, invalid_counts: the first invalid log-probs of each kind found on the CPU, and how many there are.
     """
 
     loss_mask: Tensor
@@ -264,11 +263,9 @@ class PackedSequences:
         """Pack one entry a sequence: 1-D tensors or lists of numbers (`None` in a list stands for "not returned").
 
         train_log_probs is the other spelling of old_log_probs. advantages may hold one number a sequence. Half
-        precision becomes float32, float64 stays. On CPU data the log-probs are checked here: `.invalid` holds what was
-        found.
-        Raises ValueError naming the sample and both lengths where two entries disagree, for advantages, reference
-        log-probs and entropies on the CPU that are not finite where a token trains, and for both old_log_probs and
-        train_log_probs.
+        precision becomes float32, float64 stays. On the CPU the log-probs are checked: `.invalid` has what was found.
+        Raises ValueError naming the sample where two entries disagree, and for advantages, reference log-probs and
+        entropies on the CPU that are not finite where a token trains.
         """
         given = locals()
         ids = tuple(sequence_ids) if sequence_ids is not None else tuple(range(len(loss_masks)))

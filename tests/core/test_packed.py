@@ -202,7 +202,10 @@ def test_constructor_errors() -> None:
         ({"entropy": torch.zeros(2)}, r"entropy has shape \(2,\), but lengths add up to 3"),
         ({"sequence_ids": ("a",)}, "sequence_ids has 1 entries for 2 sequences"),
         (whole, "positions has dtype torch.float32: pass whole numbers"),
-        ({"chunk_lengths": ((1, 0), (1,))}, r"chunk_lengths .* must have as many chunks for every sequence, and add up"),
+        (
+            {"chunk_lengths": ((1, 0), (1,))},
+            r"chunk_lengths .* must have as many chunks for every sequence, and add up",
+        ),
     ]
     for fields, message in errors:
         with pytest.raises(ValueError, match=message):
