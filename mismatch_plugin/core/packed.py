@@ -233,7 +233,7 @@ class PackedSequences:
         width = max(self.lengths, default=0) if self.padded_width is None else self.padded_width
         places = self._places(width) if self.padded_width is None else self.padded_index
         if places is None:
-            return values_T.view(len(self.lengths), width, *values_T.shape[1:])
+            return values_T.reshape(len(self.lengths), width, *values_T.shape[1:])
         flat = values_T.new_full((len(self.lengths) * width, *values_T.shape[1:]), padding)
         return flat.index_copy_(0, places, values_T).view(len(self.lengths), width, *values_T.shape[1:])
 

@@ -352,9 +352,8 @@ def _maxima(state: CorrectionState, has: Tensor, rows: dict[str, Tensor]) -> tup
         weights["weight"] = weight if factor is None else weight / factor
     if per_token or state.parts is not None:
         absent = state.tokens.padding if per_token else state.counts_U == 0
-        extremes = _extremes_of_tokens if per_token else _extremes
-        found = [_extremes(of_sequences, {}, has.logical_not()), extremes(of_units, {}, absent)]
-        found.append(extremes({}, weights, absent))
+        found = [_extremes(of_sequences, {}, has.logical_not())]
+        found += [_extremes(of_units, {}, absent, per_token), _extremes({}, weights, absent, per_token)]
     else:
         found = [_extremes(of_sequences | of_units, weights, has.logical_not())]
     if state.token_extremes:
@@ -362,24 +361,19 @@ def _maxima(state: CorrectionState, has: Tensor, rows: dict[str, Tensor]) -> tup
     return [name for names, _ in found for name in names], [values for names, values in found if names]
 
 
-def _extremes(both: dict[str, Tensor], above: dict[str, Tensor], absent: Tensor) -> tuple[list[str], Tensor]:
+def _extremes(
+    both: dict[str, Tensor], above: dict[str, Tensor], absent: Tensor, zero_where_absent: bool = False
+) -> tuple[list[str], Tensor]:
     """Names and values of the maxima of all rows and the negated minima of the first kind, over what is not absent."""
     names = [*both, *above, *(f"-{name}" for name in both)]
     if not names or absent.numel() == 0:
         return names, absent.new_full((len(names),), -torch.inf, dtype=torch.float64)
     rows = [*both.values(), *above.values()]
+    if zero_where_absent and on_host(absent):
+        negated = [largest(row, absent, of_negated=True) for row in both.values()]
+        return names, torch.stack([*(largest(row, absent) for row in rows), *negated])
     values = torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0)
     parts = [values.masked_fill(absent, -torch.inf).amax(1)]
     if both:
         parts.append(values[: len(both)].masked_fill(absent, torch.inf).amin(1).neg())
     return names, torch.cat(parts) if len(parts) > 1 else parts[0]
-
-
-def _extremes_of_tokens(both: dict[str, Tensor], above: dict[str, Tensor], padding: Tensor) -> tuple[list[str], Tensor]:
-    """`_extremes` of [T] rows that are 0 at padding."""
-    if not on_host(padding) or len(padding) == 0:
-        return _extremes(both, above, padding)
-    names = [*both, *above, *(f"-{name}" for name in both)]
-    values = [largest(row, padding) for row in (*both.values(), *above.values())]
-    values += [largest(row, padding, of_negated=True) for row in both.values()]
-    return names, torch.stack(values) if values else padding.new_zeros(0, dtype=torch.float64)
