@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_packed_is_padded() -> None:
     for config, packed, log_probs, rng in drawn(70, 60):
         packed = packed.replace(unit_ids=None)
         rows = {name: value for name in FLOATS if (value := getattr(packed, name)) is not None}
-        filled = {name: packed.to_padded(value.detach(), rng.choice(GARBAGE)) for name, value in rows.items()}
+        filled: dict[str, Any] = {n: packed.to_padded(row.detach(), rng.choice(GARBAGE)) for n, row in rows.items()}
         whole = {"positions": packed.positions, "weight_versions": packed.weight_versions}
         filled |= {name: packed.to_padded(value) for name, value in whole.items() if value is not None}
         if "old_log_probs" in filled:

@@ -173,8 +173,9 @@ PADDED_ERRORS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fields", "message"), PADDED_ERRORS, ids=[f"{n}" for n in range(len(PADDED_ERRORS))])
 def test_from_padded_errors(fields: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"loss_masks": ONES, **fields}
     with pytest.raises(ValueError, match=message):
-        mp.PackedSequences.from_padded(**({"loss_masks": ONES} | fields))
+        mp.PackedSequences.from_padded(**given)
 
 
 def test_packing_takes_keywords_only_and_an_ide_shows_them() -> None:
