@@ -15,21 +15,24 @@ from mismatch_plugin.core.metrics.collect import collect_statistics, second_colu
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import (
-    RejectionInputs,
-    maximum_columns,
     reject_sequences,
     reject_tokens,
     rejection_columns,
     rejection_inputs,
+    sequence_maxima,
     stale_tokens,
     validate_versions,
 )
-from mismatch_plugin.core.segments import Column, segment_max, segment_sums, spread
+from mismatch_plugin.core.segments import Column, segment_sums, spread
 from mismatch_plugin.core.tokens import Tokens, select_tokens
 from mismatch_plugin.core.validity import TRAIN_DEFECTS, invalid_error, stopping_kinds
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
+
+
+Further = Callable[[Tokens], Iterable[Column]]
+"""Columns of a caller, made of the selected tokens, whose sums travel in the same SUM: see `Correction.sums_N`."""
 
 
 class SequenceGroups(Protocol):
@@ -104,46 +107,28 @@ def correct(
     """Importance weights, accepted tokens and statistics of a batch.
 
     The training side is `packed.old_log_probs`. l_t = log π_train − log π_rollout on the loss mask and 0 elsewhere;
-    then level, mode, batch normalisation, criteria and veto. What hangs on the advantage reads `packed.advantages`;
-    `rs.max_staleness` reads `packed.weight_versions` and `packed.trainer_version`, and no log-prob.
+    then level, mode, batch normalisation, criteria, veto and staleness.
 
     groups: context-parallel reductions; None means whole sequences here.
-    batch_factor: mean weight of the whole step where this batch is only a part of it (`Statistics.batch_factor`);
-        None takes the mean over this batch. Unused without batch normalisation.
+    batch_factor: mean weight of the whole step (`Statistics.batch_factor`); None takes that of this batch. Unused
+        without batch normalisation.
     log_probs: log π_θ, [T] or as `PackedSequences.flatten` takes it; read under `rs.policy` current alone.
-    thresholds: `Statistics.thresholds` of the whole step before, for criteria with a budget; None in the first step,
-        whose bounds are those given.
+    thresholds: `Statistics.thresholds` of the step before, for budgets; None in the first step: the bounds as written.
     Collectives: one SUM of [K, N] (at turn level with the sums of every turn, at prefix level of every chunk), at
         prefix level a second one of [K', N], and one MAX where a sequence_max criterion is set; none without groups.
     Host syncs: none. Gradient: none.
-    Raises: TypeError where config is none; ValueError where log-probs, advantages or versions that the configuration
-        needs are missing, or what turn and prefix level need under context parallelism; InvalidLogProbError where the
-        packed data were found to hold invalid log-probs that are used and the policy is `error` (data on a device are
-        reported by `metrics()`).
+    Raises: TypeError where config is none; ValueError for missing fields; InvalidLogProbError where the packed data
+        were found to hold invalid log-probs that are used and the policy is `error` (`metrics()` reports a device's).
     """
     validate_config_type(config)
     _raise_invalid(packed, config, stopping_kinds(config))
-    current = None if log_probs is None else packed.flatten(log_probs, "log_probs")
-    return compute_correction(training_side(packed), packed, config, groups, batch_factor, current, thresholds)
-
-
-def training_side(packed: PackedSequences) -> Tensor:
-    """[T] log π_train for `correct`, detached. Raises ValueError where there is none."""
     if packed.old_log_probs is None:
         raise ValueError(
             "old_log_probs is missing: correct needs the training side's log-probs of the same tokens "
             "(train_log_probs is its other spelling)."
         )
-    return packed.old_log_probs.detach()
-
-
-Further = Callable[[Tokens], Iterable[Column]]
-"""Columns of a caller, made of the selected tokens, whose sums travel in the same SUM: see `Correction.sums_N`."""
-
-
-def nothing_further(tokens: Tokens) -> Iterable[Column]:
-    """No columns."""
-    return ()
+    current = None if log_probs is None else packed.flatten(log_probs, "log_probs")
+    return compute_correction(packed.old_log_probs.detach(), packed, config, groups, batch_factor, current, thresholds)
 
 
 @torch.no_grad()
@@ -155,12 +140,16 @@ def compute_correction(
     batch_factor: Tensor | float | None,
     current_T: Tensor | None = None,
     thresholds: Mapping[str, Tensor] | None = None,
-    further: Further = nothing_further,
+    further: Further | None = None,
 ) -> Correction:
     """`correct` with the training side handed in (`policy_loss` passes π_old or π_θ), and log π_θ."""
     validate_fields(packed, config)
-    if groups is not None:
-        validate_cut(packed, config, groups.cp_size)
+    for name in config.unit.needs if groups is not None and groups.cp_size > 1 else ():
+        if getattr(packed, name) is None:
+            raise ValueError(
+                f"{name} is missing: --tis-level {config.tis.level} under context parallelism needs "
+                f"{' and '.join(config.unit.needs)}, which parallel.context.shard sets."
+            )
     excludes_invalid = config.metrics != "off" and packed.rollout_log_probs is not None and config.excludes_invalid
     tokens = select_tokens(train_T, packed, excludes_invalid)
     judged = rejection_inputs(config, packed, tokens, current_T, thresholds)
@@ -175,7 +164,8 @@ def compute_correction(
 
     # One sum (and where asked one maximum) a sequence, over all of its tokens wherever they live.
     columns = chain(token_columns(state, masked_T, rejected_T), rejection_columns(config, judged, state.measured))
-    columns = chain(columns, further(tokens))
+    if further is not None:
+        columns = chain(columns, further(tokens))
     if excludes_invalid:
         fresh = [] if stale_T is None else [Column("fresh", packed.loss_mask.logical_and(stale_T.logical_not()))]
         columns = chain(columns, [Column("trained", packed.loss_mask), *fresh])
@@ -189,7 +179,10 @@ def compute_correction(
     else:
         state.read(names, partials if groups is None else groups.sum(partials))
         state.read_parts(names, None)
-    maxima_N = _maxima(config, judged, packed.offsets, groups)
+    maxima_N = sequence_maxima(config, judged, packed.offsets)
+    if maxima_N and groups is not None:
+        maxima = groups.max(torch.stack(list(maxima_N.values())))
+        maxima_N = dict(zip(maxima_N, maxima.unbind(), strict=True))
 
     # Decisions and weights that need the whole unit or sequence.
     state.outside_N, state.values_N = reject_sequences(config, judged, state.sums_N, state.means_N, maxima_N)
@@ -237,17 +230,6 @@ def _summed(partials: Sequence[Tensor], groups: SequenceGroups | None) -> list[T
     return [sum_.view_as(each) for sum_, each in zip(sums, partials, strict=True)]
 
 
-def _maxima(
-    config: MismatchConfig, judged: RejectionInputs, offsets: Tensor, groups: SequenceGroups | None
-) -> dict[str, Tensor]:
-    """What the sequence_max criteria compare, [N] by name."""
-    columns = dict(maximum_columns(config, judged))
-    if not columns:
-        return {}
-    maxima = torch.stack([segment_max(column, offsets) for column in columns.values()])
-    return dict(zip(columns, (maxima if groups is None else groups.max(maxima)).unbind(0), strict=True))
-
-
 @torch.no_grad()
 def given_correction(
     weights_T: Tensor,
@@ -255,14 +237,15 @@ def given_correction(
     packed: PackedSequences,
     config: MismatchConfig,
     groups: SequenceGroups | None = None,
-    further: Further = nothing_further,
+    further: Further | None = None,
 ) -> Correction:
     """A correction made elsewhere: these weights [T] where the mask trains, nothing rejected, nothing measured.
 
     Collectives: one SUM of [K, N] with groups.
     """
     tokens = select_tokens(train_T, packed.replace(rollout_log_probs=None))
-    names, partials = segment_sums(chain([Column("tokens", tokens.mask)], further(tokens)), packed.offsets)
+    columns = [Column("tokens", tokens.mask), *(further(tokens) if further is not None else ())]
+    names, partials = segment_sums(columns, packed.offsets)
     sums = partials if groups is None else groups.sum(partials)
     sums_N = dict(zip(names, sums.unbind(0), strict=True))
     weights = torch.where(packed.loss_mask, weights_T.to(tokens.mask.dtype), 0.0)
@@ -289,18 +272,6 @@ def validate_fields(packed: PackedSequences, config: MismatchConfig) -> None:
     # fill of a 0.0 either. The step finds those of π_θ.
     passed = (*TRAIN_DEFECTS, "zero_fill") if config.use_rollout_log_probs else ()
     _raise_invalid(packed, config, [kind for kind in stopping_kinds(config) if kind not in passed])
-
-
-def validate_cut(packed: PackedSequences, config: MismatchConfig, cp_size: int) -> None:
-    """Raise ValueError where a part of the sequences does not say what the level needs to know of the whole."""
-    unit = config.unit
-    for name in unit.needs if cp_size > 1 else ():
-        if getattr(packed, name) is None:
-            raise ValueError(
-                f"{name} is missing: --tis-level {config.tis.level} under context parallelism needs "
-                f"{' and '.join(unit.needs)}, which parallel.context.shard sets. For a batch built by hand see "
-                f"PackedSequences."
-            )
 
 
 def _raise_invalid(packed: PackedSequences, config: MismatchConfig, kinds: Collection[str]) -> None:

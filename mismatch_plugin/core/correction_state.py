@@ -27,26 +27,15 @@ def any_of(verdicts: Iterable[Tensor | None]) -> Tensor | None:
     return reduce(torch.logical_or, given) if given else None
 
 
-def locators(config: MismatchConfig, packed: PackedSequences, train_T: Tensor) -> tuple[Locator, ...]:
-    """What names the invalid log-probs of a batch, should any be counted under the policy `error`."""
-    rollout = packed.rollout_log_probs
-    if config.rollout_log_prob_policy != "error" or rollout is None:
-        return ()
-    where = (packed.lengths, packed.sequence_ids, packed.positions)
-    return (partial(find_invalid, train_T, rollout, packed.loss_mask, *where),)
-
-
 class CorrectionState:
     """The intermediate results of one `correct` call, filled in as it proceeds. [T] local tokens, [N] whole sequences,
     [U] units of the level, which are tokens, sequences or, with `parts`, parts of sequences.
 
-    judged: what criteria and veto judge.
-    outside_T, outside_N, outside_U: what a criterion rejects, by its name, and under `mode` what mask mode does (U:
-        that alone, where units are parts of sequences); outside_T also `staleness`, outside_N `veto` and `invalid`.
-        weights_U: bounded, before batch normalisation; None without weights.
+    judged: what criteria and veto judge. outside_T, outside_N: what a criterion rejects, by its name, and what `mode`
+        (mask), `staleness`, `veto` and `invalid` do. outside_U: `mode` where units are parts of sequences.
+    weights_U: bounded, before batch normalisation; None without weights. factor: what that divides them by.
     values_N: what a sequence criterion compares, by name. token_extremes: maxima of a token criterion's statistic,
-        "-name" for minima. factor: what batch normalisation divides the weights by.
-    sums_U: sums of each part; those of the sequences without parts.
+        "-name" for minima. sums_U: sums of each part; those of the sequences without parts.
     """
 
     tokens_N: Tensor
@@ -72,7 +61,10 @@ class CorrectionState:
         self.sums_U: dict[str, Tensor] = {}
         self.means_N: dict[str, Tensor] = {}
         self.factor: Tensor | float | None = None
-        self.locators = locators(config, packed, train_T)
+        self.locators: tuple[Locator, ...] = ()
+        if config.rollout_log_prob_policy == "error" and packed.rollout_log_probs is not None:
+            where = (packed.loss_mask, packed.lengths, packed.sequence_ids, packed.positions)
+            self.locators = (partial(find_invalid, train_T, packed.rollout_log_probs, *where),)
 
     def rejected_tokens(self) -> tuple[Tensor | None, Tensor | None]:
         """(what criteria and mask mode reject so far, the same with tokens that are dropped), [T] bool; None: none."""

@@ -36,10 +36,8 @@ def group_advantages(
     """GRPO's advantage of every response, mean and deviation over the accepted responses of its group only.
 
     A_i = (R_i − mean) / (deviation + 1e-6), the sample deviation (n − 1). 0 for what is not accepted, and for a single
-    accepted response, which has no baseline. A rejected response that stays in the mean shifts every centred advantage
-    of the group by (share rejected) · (mean of the accepted − mean of the rejected). Without it they sum to the
-    gradient of the accepted responses' mean reward, E[R | accepted], acceptance held fixed; with it, to that plus
-    (E[R | accepted] − E[R]) · ∇ log P(accepted).
+    accepted response, which has no baseline. A rejected response in the mean would add (E[R | accepted] − E[R]) ·
+    ∇ log P(accepted) to the gradient of E[R | accepted].
 
     rewards [N], group_ids [N]: any order; ids are compared for equality. accepted [N]: True, or a count above 0, for
         responses that keep a token (`mp.correct(…).kept_N`); None: all. normalize False: centred only (Dr. GRPO).
@@ -47,9 +45,8 @@ def group_advantages(
     leave_one_out: the baseline is the mean of the *other* accepted responses (RLOO, arXiv 2402.14740); the deviation
         stays that of all accepted ones.
     Returns [N] on the rewards' device, in their dtype (torch's default for lists and integers), formed in float64.
-    Collectives: none. Host syncs: none. Gradient: none. Source: arXiv 2402.03300 (GRPO).
-    Raises: ValueError for lengths that differ and rewards that are not finite; of those on a device nothing is read on
-        the host, and one that is not finite makes its group's advantages NaN if it is accepted.
+    Collectives, host syncs, gradient: none. Source: arXiv 2402.03300 (GRPO).
+    Raises ValueError for lengths that differ and, on the CPU, for rewards that are not finite.
     """
     values, index, kept = _checked(rewards, group_ids, accepted)
     if min_accepted < 1:

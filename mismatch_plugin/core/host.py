@@ -5,10 +5,6 @@ They give the same: what needs one token bit for bit, sums up to the last digit 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -26,29 +22,6 @@ def on_host(values: Tensor) -> bool:
     transformed = torch._C._are_functorch_transforms_active()  # torch.func
     watched = is_in_torch_dispatch_mode() or torch.compiler.is_compiling() or transformed
     return ENABLED and values.device.type == "cpu" and not watched and type(values) in (Tensor, torch.nn.Parameter)
-
-
-def to_rows(
-    values_T: Tensor, lengths: Sequence[int], width: int, places_T: Callable[[], Tensor], padding: float
-) -> Tensor:
-    """[T, …] → [N, width, …], filled up with `padding`. places_T: [T] int64, of each token among all places."""
-    rest = values_T.shape[1:]
-    if not on_host(values_T) or not lengths:
-        flat = values_T.new_full((len(lengths) * width, *rest), padding)
-        return flat.index_copy_(0, places_T(), values_T).view(len(lengths), width, *rest)
-    rows = list(values_T.split(list(lengths)))  # on a device each would be a kernel
-    square = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding)
-    missing = width - square.shape[1]
-    return square if not missing else torch.nn.functional.pad(square, (0, 0) * len(rest) + (0, missing), value=padding)
-
-
-def of_numbers(row: Sequence[Any]) -> Tensor | None:
-    """[L] float64, int64 or bool of Python's own numbers, five times as fast as torch makes it; None for all else."""
-    if row and type(row[0]) in (float, int, bool):
-        with contextlib.suppress(ValueError, OverflowError):
-            array = np.array(row)
-            return torch.from_numpy(array) if array.ndim == 1 and array.dtype.kind in "fib" else None
-    return None
 
 
 def largest(values_T: Tensor, absent_T: Tensor, of_negated: bool = False) -> Tensor:

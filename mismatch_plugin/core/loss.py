@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,12 +42,10 @@ class Term(NamedTuple):
 class TokenLoss:
     """The corrected loss of every token: [T] each, 0 where nothing trains.
 
-    policy: w · keep · objective, with gradient.
+    policy: w · keep · objective, with gradient. log_probs: log π_θ, with gradient. advantages: detached.
     selected: bool, the tokens that enter: `loss_mask`, less those whose π_train is invalid. Under the policy `error`
         these stay, so that the loss shows them even before the step's error is raised.
-    log_probs: log π_θ, with gradient. advantages: detached.
     log_r: log of the ratio that the objective clips, unclamped, with gradient; None where it has none (reinforce).
-    correction: weights, what is kept, statistics.
     """
 
     policy: Tensor
@@ -58,10 +56,6 @@ class TokenLoss:
     correction: Correction
     packed: PackedSequences = field(repr=False)
     config: MismatchConfig = field(repr=False)
-
-    def entropy(self) -> Tensor | None:
-        """Entropy of π_θ, as `packed.entropy` has it; None without."""
-        return None if self.packed.entropy is None else torch.where(self.selected, self.packed.entropy, 0.0)
 
     def kl(self) -> Tensor | None:
         """Estimator `terms.kl_type` of KL(π_θ ‖ π_ref), with gradient, not weighted; None without ref_log_probs."""
@@ -82,13 +76,10 @@ class TokenLoss:
 
     def terms(self) -> Iterator[Term]:
         """Entropy bonus, KL penalties to the reference and to the sampler, where there is what they need; one at a
-        time, so that few live at once.
-
-        Rejection does not scale them, but takes the last one's rejected tokens where `terms.rollout_kl_on` is accepted;
-        importance weights the KL to the reference where `terms.kl_importance_weighted` says so.
-        """
-        terms, entropy = self.config.terms, self.entropy()
-        if entropy is not None:
+        time, so that few live at once. Rejection scales the last alone, importance weights the one before, if asked."""
+        terms = self.config.terms
+        if self.packed.entropy is not None:
+            entropy = torch.where(self.selected, self.packed.entropy, 0.0)
             yield Term("entropy", entropy, entropy, -terms.entropy_coef)
         kl = self.kl() if terms.kl_coef or self.config.metrics != "off" else None
         if kl is not None:
@@ -136,23 +127,22 @@ def token_loss(
     1: PPO-clip(π_θ/π_rollout)
     2: w · PPO-clip(π_θ/π_old), w from π_old/π_rollout
     3: −sg(w) A log π_θ, w from π_θ/π_rollout
-    With another `objective` (gspo, cispo, sapo, gmpo, reinforce) that takes the place of PPO-clip: see `objectives`.
-    π_old is `packed.old_log_probs`, or log_probs.detach() where that is absent (an exactly on-policy step).
+    Another `objective` takes the place of PPO-clip. π_old is `packed.old_log_probs`, or log_probs.detach() without.
 
-    log_probs: log π_θ with gradient, [T], or [B, S] for a batch from `from_padded` (padding gets zero gradient); half
-        precision is widened to float32. packed.advantages: [T].
+    log_probs: log π_θ with gradient, [T], or [B, S] for a batch from `from_padded` (padding gets zero gradient).
     weights: [T], made elsewhere (verl's driver): they take the place of the correction, and nothing is judged again.
-    correction: that of this batch where it is known before (`known_before_loss`), with the batch_factor it was given.
-    groups, batch_factor, thresholds, collectives, syncs: as `correct`. Gradient: through log_probs and packed.entropy
-        only.
-    Raises: as `correct`, and ValueError where advantages are missing, or what a term with a coefficient needs.
+    correction: that of this batch where it is known before (`known_before_loss`), made with batch_factor 1.
+    All else, collectives and syncs as `correct`. Gradient: through log_probs and packed.entropy only.
+    Raises also ValueError where advantages are missing, or what a term with a coefficient needs.
     """
     validate_batch(packed, config)
     assert packed.advantages is not None
     log_probs = packed.flatten(log_probs, "log_probs")
     if log_probs.dtype in HALF:
         log_probs = log_probs.float()
-    old, train = anchors(log_probs, packed, config)
+    current = log_probs.detach()
+    old = current if packed.old_log_probs is None else packed.old_log_probs.detach()
+    train = current if config.use_rollout_log_probs else old
     objective, advantages = OBJECTIVES[config.policy_objective], packed.advantages.detach()
 
     def entering(tokens: Tokens) -> ObjectiveInputs:
@@ -172,7 +162,6 @@ def token_loss(
     if correction is not None:
         correction = correction.divided_by(batch_factor)
     elif weights is None:
-        current = log_probs.detach() if config.rejects_on_current_policy else None
         correction = compute_correction(train, packed, config, groups, batch_factor, current, thresholds, further)
     else:
         correction = given_correction(weights, train, packed, config, groups, further)
@@ -191,13 +180,6 @@ def known_before_loss(config: MismatchConfig) -> bool:
     """Whether `correct` of a batch with π_old is all that its loss needs: neither π_θ nor sums of the objective's."""
     averages = OBJECTIVES[config.policy_objective].averages
     return not (config.use_rollout_log_probs or config.rejects_on_current_policy or averages)
-
-
-def anchors(log_probs: Tensor, packed: PackedSequences, config: MismatchConfig) -> tuple[Tensor, Tensor]:
-    """(log π_old, log π_train of the correction and the diagnostics), each [T], detached."""
-    current = log_probs.detach()
-    old = current if packed.old_log_probs is None else packed.old_log_probs.detach()
-    return old, current if config.use_rollout_log_probs else old
 
 
 def validate_batch(packed: PackedSequences, config: MismatchConfig) -> None:
@@ -295,7 +277,7 @@ def policy_loss(
     All else as `token_loss`. Writes nothing: `report_dir` is for the hooks; a loop of its own calls
     `report.log.write_step`.
     """
-    validate_batch(packed, config)
+    token = token_loss(log_probs, packed, config, groups, batch_factor, thresholds=thresholds)
     if config.rs.group != "keep" and packed.rewards is None:
         raise ValueError(
             f"rewards is missing: rs.group {config.rs.group} acts in mp.group_advantages(rewards, group_ids, accepted) "
@@ -307,7 +289,6 @@ def policy_loss(
             "several, pass those from before the first.",
             stacklevel=2,
         )
-    token = token_loss(log_probs, packed, config, groups, batch_factor, thresholds=thresholds)
     result = sum_tokens(token, groups)
     if batch_factor is None and config.normalizes_step:
         return replace(result, statistics=replace(result.statistics, own_means=1))
@@ -317,7 +298,9 @@ def policy_loss(
 def sum_tokens(token: TokenLoss, groups: SequenceGroups | None = None) -> PolicyLoss:
     """The sums of a token loss, by the configuration's aggregation. Collectives and host syncs: none."""
     config, correction = token.config, token.correction
-    totals, sums_K = token_totals(_loss_columns(token))
+    # In float64, but a column that carries gradient is summed in its own dtype.
+    totals = {name: v.sum(dtype=None if v.requires_grad else torch.float64) for name, v in _loss_columns(token)}
+    sums_K = torch.stack([total.detach().double() for total in totals.values()])
     dtype = token.policy.dtype
     terms = {name.removesuffix(_TERM): total.to(dtype) for name, total in totals.items() if name.endswith(_TERM)}
     if config.aggregation == "token-mean":
@@ -340,15 +323,6 @@ def sum_tokens(token: TokenLoss, groups: SequenceGroups | None = None) -> Policy
 
 _TERM = " term"
 """Ends the name of the column that a term adds to the loss; without it is what the metrics show."""
-
-
-def token_totals(columns: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], Tensor]:
-    """Σ_t of every [T] column: by name, 0-d, with gradient; and all of them, [K] float64, without.
-
-    In float64, but a column that carries gradient is summed in its own dtype.
-    """
-    totals = {name: v.sum(dtype=None if v.requires_grad else torch.float64) for name, v in columns}
-    return totals, torch.stack([total.detach().double() for total in totals.values()])
 
 
 def _loss_columns(token: TokenLoss) -> Iterator[tuple[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -10,17 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mismatch_plugin.core.entries import (
-    ONE_POLICY,
-    checked_units,
-    flatten_entries,
-    validate_field_names,
-    validate_finite,
-    validate_parts,
-    version_number,
-    whole_number,
-)
-from mismatch_plugin.core.host import to_rows
+from mismatch_plugin.core.entries import checked_units, flatten_entries, validate_finite
 from mismatch_plugin.core.units import SequenceParts, chunk_parts, number_runs, unit_parts
 from mismatch_plugin.core.validity import InvalidLogProb, find_invalid
 
@@ -32,6 +23,10 @@ HALF = (torch.bfloat16, torch.float16)
 """Dtypes that are widened to float32: sums over a response would lose all digits."""
 _LOG_PROBS = ("rollout_log_probs", "old_log_probs", "ref_log_probs")
 _TOKEN_FIELDS = (*_LOG_PROBS, "advantages", "entropy", *_INTEGER_FIELDS)
+_ONE_POLICY = (
+    "old_log_probs and train_log_probs are two names of log π_old, the policy before the step: give one of them. "
+    "π_θ goes to policy_loss as log_probs."
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -55,9 +50,8 @@ class PackedSequences:
     unit_counts: units of each sequence, the same on every rank that holds a part of it (some may be empty).
     chunk_lengths: under context parallelism, of each sequence this rank's tokens in each of the chunks it is cut into,
     in order, 0 in those of other ranks (`parallel.context` makes both).
-    rewards: [N]. sequence_ids: names for error messages. padded_width: S of the [B, S] tensors of `from_padded`, so
-    that `flatten` finds the tokens of others. `invalid`: the first invalid log-probs of each kind that
-    were found while the data was still on the CPU; `invalid_counts`: how many there are, by kind.
+    rewards: [N]. sequence_ids: names for error messages. padded_width: S of the [B, S] tensors of `from_padded`.
+    invalid, invalid_counts: the first invalid log-probs of each kind found on the CPU, and how many there are.
     """
 
     loss_mask: Tensor
@@ -80,8 +74,6 @@ class PackedSequences:
     invalid_counts: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if any(not isinstance(length, int) or length < 0 for length in self.lengths):
-            raise ValueError(f"lengths {list(self.lengths)[:8]} must be whole numbers of at least 0.")
         tokens = sum(self.lengths)
         if self.loss_mask.dtype != torch.bool:
             raise ValueError(f"loss_mask has dtype {self.loss_mask.dtype}: pass a bool tensor (mask != 0).")
@@ -98,13 +90,23 @@ class PackedSequences:
                 raise ValueError(f"{name} has dtype torch.bool: pass log-probs, such as float32 (is it a mask?).")
             if value is not None and name in _TOKEN_FIELDS and value.dtype in HALF:
                 object.__setattr__(self, name, value.float())
-        if self.trainer_version is not None:
-            object.__setattr__(self, "trainer_version", version_number(self.trainer_version))
-        validate_parts(self.unit_counts, self.chunk_lengths, self.lengths)
+        if not isinstance(self.trainer_version, (int, type(None))):
+            raise ValueError(
+                f"trainer_version is {self.trainer_version!r}: pass the number of the weights that train, an int on "
+                f"the host, counted as weight_versions are."
+            )
         if not self.sequence_ids:
             object.__setattr__(self, "sequence_ids", tuple(range(len(self.lengths))))
-        elif len(self.sequence_ids) != len(self.lengths):
-            raise ValueError(f"sequence_ids has {len(self.sequence_ids)} names for {len(self.lengths)} sequences.")
+        for name in ("sequence_ids", "unit_counts", "chunk_lengths"):
+            value = getattr(self, name)
+            if value is not None and len(value) != len(self.lengths):
+                raise ValueError(f"{name} has {len(value)} entries for {len(self.lengths)} sequences.")
+        chunks = self.chunk_lengths
+        if chunks and (tuple(map(sum, chunks)) != self.lengths or len({*map(len, chunks)}) > 1):
+            raise ValueError(
+                f"chunk_lengths {list(chunks)[:4]} must have as many chunks for every sequence, and add up to its "
+                f"tokens on this rank, {list(self.lengths)[:4]}."
+            )
 
     def __repr__(self) -> str:
         held = ", ".join(name for name in _TOKEN_FIELDS if getattr(self, name) is not None)
@@ -166,11 +168,9 @@ class PackedSequences:
         train_log_probs is the other spelling of old_log_probs. Raises ValueError where both are given.
         """
         if "train_log_probs" in changes:
-            train = changes.pop("train_log_probs")
-            old = changes.setdefault("old_log_probs", train)
-            if train is not old and train is not None and old is not None:
-                raise ValueError(ONE_POLICY)
-            changes["old_log_probs"] = train if old is None else old
+            if "old_log_probs" in changes:
+                raise ValueError(_ONE_POLICY)
+            changes["old_log_probs"] = changes.pop("train_log_probs")
         if changes.keys() & {"loss_mask", "lengths", "rollout_log_probs", "old_log_probs"}:
             # What was found belongs to the values before.
             changes = {"invalid": (), "invalid_counts": {}, **changes}
@@ -231,7 +231,11 @@ class PackedSequences:
     def to_padded(self, values_T: Tensor, padding: float = 0.0) -> Tensor:
         """[T] (or [T, …]) → [N, longest], or [B, S] for a batch from `from_padded`, filled up with `padding`."""
         width = max(self.lengths, default=0) if self.padded_width is None else self.padded_width
-        return to_rows(values_T, self.lengths, width, lambda: self._places(width), padding)
+        places = self._places(width) if self.padded_width is None else self.padded_index
+        if places is None:
+            return values_T.reshape(len(self.lengths), width, *values_T.shape[1:])
+        flat = values_T.new_full((len(self.lengths) * width, *values_T.shape[1:]), padding)
+        return flat.index_copy_(0, places, values_T).view(len(self.lengths), width, *values_T.shape[1:])
 
     def _places(self, width: int) -> Tensor:
         tokens = torch.arange(self.loss_mask.shape[0], device=self.loss_mask.device)
@@ -242,7 +246,7 @@ class PackedSequences:
     def from_lists(
         cls,
         *,
-        loss_masks: Sequence[Any] | None = None,
+        loss_masks: Sequence[Any],
         rollout_log_probs: Sequence[Any] | None = None,
         old_log_probs: Sequence[Any] | None = None,
         train_log_probs: Sequence[Any] | None = None,
@@ -255,21 +259,15 @@ class PackedSequences:
         unit_ids: Sequence[Any] | None = None,
         rewards: Sequence[Any] | None = None,
         sequence_ids: Sequence[object] | None = None,
-        **unknown: Any,
     ) -> PackedSequences:
         """Pack one entry a sequence: 1-D tensors or lists of numbers (`None` in a list stands for "not returned").
 
         train_log_probs is the other spelling of old_log_probs. advantages may hold one number a sequence. Half
-        precision becomes float32, float64 stays. On CPU data the log-probs are checked here: `.invalid` holds what was
-        found.
-        Raises ValueError naming the sample and both lengths where two entries disagree, for advantages, reference
-        log-probs and entropies on the CPU that are not finite where a token trains, and for both old_log_probs and
-        train_log_probs.
+        precision becomes float32, float64 stays. On the CPU the log-probs are checked: `.invalid` has what was found.
+        Raises ValueError naming the sample where two entries disagree, and for advantages, reference log-probs and
+        entropies on the CPU that are not finite where a token trains.
         """
         given = locals()
-        validate_field_names(unknown)
-        if loss_masks is None:
-            raise ValueError("loss_masks is missing: pass one mask a sequence, 1 where a token trains.")
         ids = tuple(sequence_ids) if sequence_ids is not None else tuple(range(len(loss_masks)))
         for name, values in (("sequence_ids", ids), ("rewards", rewards)):
             if values is not None and len(values) != len(loss_masks):
@@ -277,9 +275,12 @@ class PackedSequences:
                     f"{name} has {len(values)} entries, loss_masks {len(loss_masks)}: pass one entry a sequence."
                 )
         lengths = tuple(len(mask) for mask in loss_masks)
+        if train_log_probs is not None and old_log_probs is not None:
+            raise ValueError(_ONE_POLICY)
+        given["old_log_probs"] = old_log_probs if train_log_probs is None else train_log_probs
         fields: dict[str, Any] = {
             name: flatten_entries(name, given[name], lengths, ids, integer=name in _INTEGER_FIELDS)
-            for name in (*_TOKEN_FIELDS, "train_log_probs")
+            for name in _TOKEN_FIELDS
             if given[name] is not None
         }
         mask = flatten_entries("loss_masks", loss_masks, lengths, ids)
@@ -291,10 +292,6 @@ class PackedSequences:
             if name in fields and mask.device.type == "cpu":
                 validate_finite(name, fields[name].cpu(), trained, lengths, ids)
         fields = {name: value.to(mask.device) for name, value in fields.items()}
-        if "train_log_probs" in fields:
-            if "old_log_probs" in fields:
-                raise ValueError(ONE_POLICY)
-            fields["old_log_probs"] = fields.pop("train_log_probs")
         if rewards is not None:
             fields["rewards"] = torch.as_tensor(rewards, dtype=torch.float32)
         packed = cls(loss_mask=trained, lengths=lengths, sequence_ids=ids, trainer_version=trainer_version, **fields)
@@ -304,7 +301,7 @@ class PackedSequences:
     def from_padded(
         cls,
         *,
-        loss_masks: Tensor | None = None,
+        loss_masks: Tensor,
         lengths: Sequence[int] | None = None,
         rollout_log_probs: Tensor | None = None,
         old_log_probs: Tensor | None = None,
@@ -318,42 +315,32 @@ class PackedSequences:
         unit_ids: Tensor | None = None,
         rewards: Tensor | Sequence[Any] | None = None,
         sequence_ids: Sequence[object] | None = None,
-        **unknown: Any,
     ) -> PackedSequences:
         """Pack [B, S] tensors (same keywords as `from_lists`). `lengths` cuts padding off; without it every row is S
         long and padding must have loss_mask 0. advantages and rewards may be [B]. `policy_loss` then takes log_probs
         [B, S], and `to_padded` gives [B, S] back.
-        Raises TypeError for what is no tensor, ValueError for shapes that do not fit.
+        Raises ValueError for what is no tensor and for shapes that do not fit.
         """
         given = locals()
-        validate_field_names(unknown)
-        fields: dict[str, Tensor | None] = {name: given[name] for name in (*_TOKEN_FIELDS, "train_log_probs")}
-        for name, value in {"loss_masks": loss_masks, **fields}.items():
-            if not isinstance(value, (Tensor, type(None))):
-                raise TypeError(
-                    f"{name} is a {type(value).__name__}: from_padded takes [batch, length] tensors; from_lists takes "
-                    f"one list or 1-D tensor a sequence."
-                )
-        if loss_masks is None or loss_masks.dim() != 2:
-            shape = None if loss_masks is None else tuple(loss_masks.shape)
-            raise ValueError(f"loss_masks has shape {shape}: from_padded takes [batch, length] tensors.")
+        if not isinstance(loss_masks, Tensor) or loss_masks.dim() != 2:
+            raise ValueError("from_padded takes [batch, length] tensors; from_lists one list or 1-D tensor a sequence.")
         batch, width = loss_masks.shape
-        keep = [width] * batch if lengths is None else [whole_number(length) for length in lengths]
+        keep = [width] * batch if lengths is None else [operator.index(length) for length in lengths]
         if len(keep) != batch or any(not 0 <= length <= width for length in keep):
             raise ValueError(f"lengths {keep} do not fit loss_masks of shape {tuple(loss_masks.shape)}.")
         rows: dict[str, Any] = {"trainer_version": trainer_version, "rewards": rewards, "sequence_ids": sequence_ids}
-        for name, value in fields.items():
-            if value is None:
-                continue
-            if value.dim() == 1 and name == "advantages":
-                rows[name] = list(value)
-            elif tuple(value.shape) != (batch, width):
-                fix = "they must agree"
-                if name == "advantages" and value.shape == (batch, 1):
-                    fix = "for one advantage a sequence write advantages.squeeze(1)"
-                raise ValueError(f"{name} has shape {tuple(value.shape)}, loss_masks {(batch, width)}: {fix}.")
-            else:
+        for name in (*_TOKEN_FIELDS, "train_log_probs"):
+            value = given[name]
+            if isinstance(value, Tensor) and value.shape == (batch, width):
                 rows[name] = [row[:length] for row, length in zip(value, keep, strict=True)]
+            elif name == "advantages" and isinstance(value, Tensor) and value.dim() == 1:
+                rows[name] = list(value)
+            elif value is not None:
+                found = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else "is no tensor"
+                raise ValueError(
+                    f"{name} {found}: from_padded takes tensors of the shape of loss_masks, {(batch, width)} "
+                    f"(advantages may be [batch])."
+                )
         packed = cls.from_lists(loss_masks=[row[:n] for row, n in zip(loss_masks, keep, strict=True)], **rows)
         object.__setattr__(packed, "padded_width", width)
         return packed

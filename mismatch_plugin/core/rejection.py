@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy
 
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.core.segments import Column, histogram
+from mismatch_plugin.core.segments import Column, histogram, segment_max
 from mismatch_plugin.core.tokens import Tokens, select_again
 from mismatch_plugin.core.weights import outside_bounds
 from mismatch_plugin.limits import SAFETY_BOUND
@@ -157,17 +157,14 @@ def stale_tokens(config: MismatchConfig, packed: PackedSequences) -> Tensor | No
     return packed.weight_versions < packed.trainer_version - config.rs.max_staleness
 
 
-_VERSIONS = {
-    "weight_versions": "the version of the weights that sampled each token (SGLang: weight_version)",
-    "trainer_version": "the version of the weights that train, a whole number",
-}
-
-
 def validate_versions(config: MismatchConfig, packed: PackedSequences) -> None:
     """Raise ValueError where `rs.max_staleness` lacks one of the two versions that it compares."""
-    for name, what in _VERSIONS.items() if config.rs.max_staleness is not None else ():
+    for name in ("weight_versions", "trainer_version") if config.rs.max_staleness is not None else ():
         if getattr(packed, name) is None:
-            raise ValueError(f"{name} is missing: rs.max_staleness needs {what}: pass it, or leave the limit out.")
+            raise ValueError(
+                f"{name} is missing: rs.max_staleness needs the version of the weights that sampled each token and of "
+                f"those that train: pass both, or leave the limit out."
+            )
 
 
 def reject_tokens(config: MismatchConfig, judged: RejectionInputs, stale_T: Tensor | None) -> dict[str, Tensor]:
@@ -199,14 +196,16 @@ def rejection_columns(config: MismatchConfig, judged: RejectionInputs, has_k3: b
         yield Column("invalid", tokens.defective)
 
 
-def maximum_columns(config: MismatchConfig, judged: RejectionInputs) -> Iterator[tuple[str, Tensor]]:
-    """(criterion name, [T]) columns whose maximum over the sequence is judged."""
+def sequence_maxima(config: MismatchConfig, judged: RejectionInputs, offsets: Tensor) -> dict[str, Tensor]:
+    """What the sequence_max criteria compare of the local tokens, [N] by name."""
+    maxima = {}
     for criterion in config.criteria:
         if criterion.unit.aggregate == "max":
             value = judged.values(criterion)
             # The other statistics are not negative, so the zeros at padding do no harm.
             padded = value.masked_fill(judged.tokens.padding, -torch.inf) if criterion.in_log_space else value
-            yield criterion.name, padded
+            maxima[criterion.name] = segment_max(padded, offsets)
+    return maxima
 
 
 def reject_sequences(

@@ -12,14 +12,12 @@ from torch import Tensor
 from mismatch_plugin.core.host import on_host
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.validity import (
-    KINDS,
     PADDING,
     POSITIVE_TOLERANCE,
     SOUND,
     TRAIN_NOT_FINITE,
     all_sound,
     classify,
-    count_kinds,
     train_is_valid,
 )
 
@@ -35,7 +33,6 @@ class Tokens:
     train: log π_train, 0 at padding and where it is invalid. rollout: log π_rollout, equal to train at padding and
     where either value is invalid. log_ratio: train − rollout, so exactly 0 there. code: what each token is
     (`validity.KINDS`), None where no rollout log-probs were given at all.
-    all_sound: known on the host: nothing but sound tokens and padding.
     """
 
     mask: Tensor
@@ -44,16 +41,6 @@ class Tokens:
     rollout: Tensor
     log_ratio: Tensor
     code: Tensor | None
-    all_sound: bool = False
-
-    def count_kinds(self) -> Tensor:
-        """How many tokens have each code: [len(KINDS)]. No host sync."""
-        assert self.code is not None
-        if not self.all_sound:
-            return count_kinds(self.code)
-        padding = int(self.padding.count_nonzero())
-        known = {SOUND: float(len(self.code) - padding), PADDING: float(padding)}
-        return torch.tensor([known.get(code, 0.0) for code in range(len(KINDS))], dtype=torch.float64)
 
     @property
     def defective(self) -> Tensor | None:
@@ -110,4 +97,4 @@ def _select_sound(train_T: Tensor, rollout_T: Tensor, mask: Tensor, padding: Ten
     if not all_sound(train, rollout, log_ratio):
         return None
     code = padding.view(torch.int8).mul(PADDING - SOUND).add_(SOUND)
-    return Tokens(mask, padding, train, rollout, log_ratio, code, all_sound=True)
+    return Tokens(mask, padding, train, rollout, log_ratio, code)

@@ -73,9 +73,9 @@ def chunk_parts(chunk_lengths: Sequence[Sequence[int]], device: torch.device) ->
     width = len(chunk_lengths[0]) if chunk_lengths else 1
     lengths = [length for chunks in chunk_lengths for length in chunks]
     tokens = torch.tensor(lengths, dtype=torch.int64, device=device)
-    index = torch.repeat_interleave(_numbers(len(lengths), device), tokens, output_size=sum(lengths))
-    first = _numbers(len(chunk_lengths) + 1, device) * width
-    sequence = _numbers(len(lengths), device) // width
+    index = torch.repeat_interleave(torch.arange(len(lengths), device=device), tokens, output_size=sum(lengths))
+    first = torch.arange(len(chunk_lengths) + 1, device=device) * width
+    sequence = torch.arange(len(lengths), device=device) // width
     return SequenceParts(torch.cat([tokens.new_zeros(1), tokens.cumsum(0)]), index, first, sequence, width)
 
 
@@ -85,12 +85,8 @@ def unit_parts(unit_ids_T: Tensor, unit_counts: Sequence[int], sequence_index_T:
     counts = torch.tensor(unit_counts, dtype=torch.int64, device=device)
     first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     index = first.index_select(0, sequence_index_T) + unit_ids_T
-    sequence = torch.repeat_interleave(_numbers(len(unit_counts), device), counts, output_size=parts)
-    return SequenceParts(torch.searchsorted(index, _numbers(parts + 1, device)), index, first, sequence)
-
-
-def _numbers(count: int, device: torch.device) -> Tensor:
-    return torch.arange(count, device=device)
+    sequence = torch.repeat_interleave(torch.arange(len(unit_counts), device=device), counts, output_size=parts)
+    return SequenceParts(torch.searchsorted(index, torch.arange(parts + 1, device=device)), index, first, sequence)
 
 
 def number_runs(
@@ -133,11 +129,9 @@ def unit_tokens(unit: Unit, mask_T: Tensor, sums: Mapping[str, Tensor], parts: S
     """Response tokens that a unit's log-ratio is the sum of, [U]."""
     if unit.per_token:
         return mask_T
-    return (
-        sums["tokens"]
-        if unit.aggregate != "running" or parts is None
-        else parts.running(mask_T, sums["tokens"], whole=True)
-    )
+    if unit.aggregate != "running" or parts is None:
+        return sums["tokens"]
+    return parts.running(mask_T, sums["tokens"], whole=True)
 
 
 class ActingBounds(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -166,21 +166,19 @@ def find_invalid(
     return tuple(found), counts
 
 
-def invalid_error(
-    found: Sequence[InvalidLogProb], total: int | None = None, summary: str = "", kinds: Collection[str] = ()
-) -> InvalidLogProbError:
+def invalid_error(found: Sequence[InvalidLogProb], total: int | None = None, summary: str = "") -> InvalidLogProbError:
     """The error for the first few of the defects found (or a summary of them), with what to do about them.
 
-    total: how many there are, where `found` are only the first ones. kinds: those that a summary is about.
+    total: how many there are, where `found` are only the first ones.
     """
     shown = summary or "; ".join(str(item) for item in found[:_SHOWN])
     rest = (len(found) if total is None else total) - len(found[:_SHOWN])
     more = f"; and {rest} more" if rest > 0 and not summary else ""
-    kinds = {item.kind for item in found} or kinds or DEFECTS
+    of_training = {item.kind in TRAIN_DEFECTS for item in found} or {True, False}
     checks = []
-    if not {*kinds} <= {*TRAIN_DEFECTS}:
+    if False in of_training:
         checks.append("that the rollout engine returns a log-prob for every sampled token")
-    if {*kinds} & {*TRAIN_DEFECTS}:
+    if True in of_training:
         checks.append("that the training side's log-probs are finite and not above 0 (a flipped sign?)")
     error = InvalidLogProbError(
         f"{shown}{more}. Check {' and '.join(checks)}, or choose --rollout-log-prob-policy neutral, drop-token or "

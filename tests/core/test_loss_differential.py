@@ -90,6 +90,7 @@ def close_metrics(found: dict[str, float], expected: Metrics) -> None:
     assert found.keys() == {PREFIX + name for name in expected}
     for name, value in expected.items():
         mine = found[PREFIX + name]
+        assert math.isfinite(mine), name
         if isinstance(value, Quantile):
             places = [math.asinh(x / 1e-4) for x in (math.log(mine), value.log_ratio)]
             assert abs(places[0] - places[1]) <= BIN * (1 + 1e-6), name

@@ -10,7 +10,7 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.config.units import UNITS
-from mismatch_plugin.core.units import acting_bounds, chunk_parts, number_runs, unit_log_ratio, unit_tokens
+from mismatch_plugin.core.units import acting_bounds, chunk_parts, number_runs
 from mismatch_plugin.parallel.context import shard
 from tests.core.worked import config, of_log_ratios, weighted
 
@@ -22,19 +22,6 @@ LN2, LN3 = math.log(2.0), math.log(3.0)
 
 def weights(packed: mp.PackedSequences, level: str, *groups: Any, **tis: Any) -> list[float]:
     return mp.correct(packed, config(**weighted(level, **tis)), *groups).weights.tolist()
-
-
-def test_a_rank_adds_the_chunks_before_its_own() -> None:
-    """Rank 0 of two under zigzag has chunks 0 and 3 of A, of B none but the last; all sums are of both ranks."""
-    parts = chunk_parts([[2, 0, 0, 1], [0, 0, 0, 1]], CPU)
-    sums = {
-        "log_ratio": torch.tensor([3.0, 10.0, 100.0, 7.0, 1.0, 2.0, 4.0, 9.0], dtype=torch.float64),
-        "tokens": torch.tensor([2.0, 2.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0], dtype=torch.float64),
-    }
-    values, mask = torch.tensor([1.0, 2.0, 7.0, 9.0]), torch.ones(4)
-    assert unit_log_ratio(UNITS["prefix"], values, sums, parts).tolist() == [1, 3, 120, 16]
-    assert unit_tokens(UNITS["prefix"], mask, sums, parts).tolist() == [1, 2, 6, 3]
-    assert parts.sequence.tolist() == [0] * 4 + [1] * 4
 
 
 def test_running_sums_keep_the_digits_of_their_own_response() -> None:
@@ -108,7 +95,6 @@ def test_turns_that_are_empty_count_nowhere(mode: str) -> None:
     ("ids", "said"),
     [
         ([0, 1, 0], "is 0 at position 2"),
-        ([-1, 0, 0], "is -1 at position 0"),
         ([0, 1, 5], "is 5 at position 2"),
         ([0, 1, 10**12], "is 10{12} at position 2: number its units"),  # memory for them would be set aside
     ],

@@ -131,10 +131,6 @@ VERL = {
     "RC.rollout_is=token +RC.mismatch.tis.level=sequence": "RC.rollout_is, which makes it token",
     "+RC.mismatch.use_rollout_log_probs=true": "contradicts verl's RC.bypass_mode",
     "RC.bypass_mode=true +RC.mismatch.use_tis=true": "(in bypass mode loss_type), which makes it False",
-<<<<<<< HEAD
-=======
-    "+RC.mismatch.tis.mode=clip": "without use_tis",
->>>>>>> config
     "+RC.mismatch.tis.moed=clip": "did you mean tis.mode",
     "+RC.mismatch.preset=pg_is": "RC.bypass_mode=true and RC.loss_type=reinforce",
     "RC.bypass_mode=true +RC.mismatch.preset=pg_is": "is algorithm 3",
@@ -215,12 +211,7 @@ NEMO = {
     f"loss_fn.force_on_policy_ratio=true {GROUPS}": "rs.group drop needs prev_logprobs | force_on_policy_ratio skips",
     f"grpo.adv_estimator.name=gdpo {GROUPS}": "grpo.adv_estimator.name gdpo forms other advantages: choose grpo",
     "--use-tis +loss_fn.mismatch.use_tis=true": "is set next to the plugin's flags",
-<<<<<<< HEAD
-    "--config FOLDER/alias.yaml --use-tis": "alias.yaml is not valid YAML or JSON: | each alias (*) counted in full",
-=======
     "--config FOLDER/alias.yaml --use-tis": "alias.yaml cannot be read | it has an alias (*)",
-    "--config FOLDER/loop.yaml --use-tis": "loop.yaml is among its own defaults: take it out",
->>>>>>> config
     "--config nowhere.yaml --use-tis": "nowhere.yaml does not exist: give --config FILE",
     "--use-tis --tis-level sequence": "! --tis-level sequence over 8192 tokens: ",
     "policy.max_total_sequence_length=64 --use-tis --tis-level sequence": "~! --tis-level",

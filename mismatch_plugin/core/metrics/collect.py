@@ -20,16 +20,15 @@ from mismatch_plugin.core.metrics.full import full_diagnostics
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.rejection import budget_histogram
 from mismatch_plugin.core.segments import Column, bounded_exp
-from mismatch_plugin.core.units import ActingBounds, center, unit_log_ratio
-from mismatch_plugin.core.validity import KINDS
+from mismatch_plugin.core.units import center, unit_log_ratio
+from mismatch_plugin.core.validity import KINDS, count_kinds
 from mismatch_plugin.core.weights import grown
 from mismatch_plugin.limits import SAFETY_BOUND
 
 
 def token_columns(state: CorrectionState, masked_T: Tensor | None, rejected_T: Tensor | None) -> Iterator[Column]:
     """[T] columns to be summed per sequence, 0 at padding; one at a time, so that few live at once."""
-    config, tokens = state.config, state.tokens
-    log_ratio = tokens.log_ratio
+    tokens, log_ratio, bounds = state.tokens, state.tokens.log_ratio, state.bounds
     if state.measured:
         yield Column("train", tokens.train)  # the sum of log π_rollout is that of train − log_ratio
     yield Column("log_ratio", log_ratio)
@@ -38,7 +37,7 @@ def token_columns(state: CorrectionState, masked_T: Tensor | None, rejected_T: T
         yield from _verdict_columns(state, masked_T, rejected_T)
     if not state.measured:
         return
-    if config.metrics == "full":
+    if state.config.metrics == "full":
         yield from _token_criteria(state)
     bounded = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
     ratio = bounded.expm1()
@@ -46,8 +45,7 @@ def token_columns(state: CorrectionState, masked_T: Tensor | None, rejected_T: T
     del bounded
     yield Column("ratio", ratio, "ratio_squared")
     if state.unit.per_token:
-        yield Column("clamped", clamped(state, ratio, log_ratio, tokens.padding), "clamped_squared")
-    bounds = state.bounds
+        yield Column("clamped", _clamped(state, ratio, log_ratio, tokens.padding), "clamped_squared")
     if bounds is not None and bounds.unit.per_token:
         outside = {"high": log_ratio > bounds.log_upper, "low": log_ratio < bounds.log_lower}
         excludes_one = not bounds.lower <= 1.0 <= bounds.upper
@@ -63,11 +61,10 @@ def second_columns(state: CorrectionState, masked_T: Tensor | None, rejected_T: 
     padding = state.tokens.padding
     ratio = state.ratio_U - 1.0
     yield Column("unit_ratio", ratio, "unit_ratio_squared")
-    yield Column("clamped", clamped(state, ratio, state.log_ratio_U, padding), "clamped_squared")
+    yield Column("clamped", _clamped(state, ratio, state.log_ratio_U, padding), "clamped_squared")
     yield Column("unit_plain", state.ratio_U.masked_fill(padding, 0.0), "unit_square")
-    if state.bounds is not None and state.bounds.unit == state.unit:
-        for name, verdict in outside_bounds(state).items():
-            yield Column(name, verdict.masked_fill_(padding, False))
+    for name, verdict in _outside_bounds(state).items():
+        yield Column(name, verdict.masked_fill_(padding, False))
 
 
 def _verdict_columns(state: CorrectionState, masked_T: Tensor | None, rejected_T: Tensor | None) -> Iterator[Column]:
@@ -93,6 +90,22 @@ def _verdict_columns(state: CorrectionState, masked_T: Tensor | None, rejected_T
             yield Column(f"out_{name}", outside)
 
 
+def _token_criteria(state: CorrectionState) -> Iterator[Column]:
+    """What each token criterion measures, and what it rejects above if it has two bounds; extremes go to `state`."""
+    for criterion in state.config.criteria:
+        if not criterion.judges_tokens:
+            continue
+        value = state.judged.values(criterion)
+        names, extremes = _extremes({f"value_{criterion.name}": value}, {}, state.tokens.padding)
+        state.token_extremes |= dict(zip(names, extremes.unbind(), strict=True))
+        low, high = criterion.log_bounds
+        if low is not None and high is not None:
+            yield Column(f"above_{criterion.name}", (value > high).logical_and_(state.outside_T[criterion.name]))
+        if criterion.in_log_space:
+            value = value.clamp(-SAFETY_BOUND, SAFETY_BOUND).expm1_()
+        yield Column(f"value_{criterion.name}", value)
+
+
 def collect_statistics(state: CorrectionState, counts_sequences: bool) -> Statistics:
     """The batch's sums and maxima. One matrix product and one maximum over [K, N]; no host sync.
 
@@ -111,7 +124,7 @@ def collect_statistics(state: CorrectionState, counts_sequences: bool) -> Statis
     maximum_names, maxima = _maxima(state, has, rows)
     if state.tokens.code is not None:
         names += [f"invalid_{kind}" for kind in KINDS]
-        values.append(state.tokens.count_kinds())
+        values.append(count_kinds(state.tokens.code))
     for criterion in state.config.budgets:
         tokens = state.tokens.padding.logical_not() if criterion.judges_tokens else has
         judged = state.judged.values(criterion) if criterion.judges_tokens else state.values_N[criterion.name]
@@ -138,44 +151,49 @@ def _indexed(name: str, size: int) -> tuple[str, ...]:
     return tuple(f"{name}[{index}]" for index in range(size))
 
 
+_OF_TOKENS = (
+    "train", "log_ratio", "k3", "ratio", "ratio_squared", "clamped", "clamped_squared",
+    "unit_ratio", "unit_ratio_squared", "unit_plain", "unit_square", "high", "low",
+)  # fmt: skip
+"""Columns whose means over the tokens of a sequence are rows, where they were summed."""
+
+
 def _rows(state: CorrectionState, has: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """One number a sequence, and one a unit where these are (parts of) sequences; all finite. What has no response
     tokens is weighed 0 by every measure."""
     config, means, unit = state.config, state.means_N, state.unit
     kept = state.kept_N / state.divisor_N
     rows = {"one": has, "kept": kept, "kept_any": kept > 0}
+    own = state.unit_rows() if config.normalizes else {}
     unit_rows: dict[str, Tensor] = {}
-    if config.normalizes:
-        (rows if unit.one_ratio_per_token else unit_rows).update(state.unit_rows())
+    if unit.one_ratio_per_token:
+        rows |= own
+    else:
+        unit_rows = own
     if config.metrics == "off":
         return rows | state.of_sequences(unit_rows), unit_rows
     rows |= _rejection_rows(state)
     if unit.one_ratio_per_token:
-        rows |= token_weight_rows(state, kept)
+        rows |= _token_weight_rows(state, kept)
     else:
-        unit_rows |= unit_weight_rows(state, kept)
-    if state.measured and not unit.one_ratio_per_token:
-        unit_rows |= unit_ratio_rows(state)
-    rows |= state.of_sequences(unit_rows)
+        unit_rows |= _unit_weight_rows(state, kept)
+        if state.measured:
+            unit_rows |= _unit_ratio_rows(state)
+        rows |= state.of_sequences(unit_rows)
     if "weight" in rows:
         rows["seq_weight_squared"] = rows["weight"].square()
     if not state.measured:
         return rows, unit_rows
-    rows |= {name: means[name] for name in ("train", "log_ratio", "k3", "ratio", "ratio_squared")}
+    rows |= {name: means[name] for name in _OF_TOKENS if name in means}
     rows["rollout"] = rows["train"] - rows["log_ratio"]
     perplexities = torch.stack([rows["train"], rows["rollout"]]).neg_().clamp_(max=SAFETY_BOUND).exp_()
     rows |= dict(zip(("training_ppl", "rollout_ppl"), perplexities.unbind(0), strict=True))
     rows["log_ratio_mean_abs"] = means["log_ratio"].abs()
-    if unit.one_ratio_per_token:
-        names = ("clamped", "clamped_squared", "unit_ratio", "unit_ratio_squared", "unit_plain", "unit_square")
-        names = (*names, "high", "low")
-        rows |= {name: means[name] for name in names if name in means}
     if unit.measure != "sequences":
         rows["seq_ratio_squared"] = _mean_ratio(rows).square()
     if not (unit.multiplies and unit.measure == "sequences"):  # there it is the unit's
         rows["product_square"] = bounded_exp(state.sums_N["log_ratio"]).square_()
-    if state.bounds is not None:
-        rows |= _outside_rows(state, state.bounds, rows)
+    rows |= _outside_rows(state, rows)
     if config.metrics == "full":
         rows |= _criterion_rows(state, has)
     return rows, unit_rows
@@ -186,45 +204,37 @@ def _mean_ratio(rows: dict[str, Tensor]) -> Tensor:
     return rows.get("unit_ratio", rows["ratio"])
 
 
-def _outside_rows(state: CorrectionState, bounds: ActingBounds, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Whether a sequence is above or below bounds that act on it, or its mean ρ above or below those that act on its
-    parts (those of one token, where bounds grow)."""
-    if bounds.unit.measure != "sequences":
-        ratio = rows["ratio"] if bounds.unit.per_token else _mean_ratio(rows)
-        outside = {"seq_high": ratio > bounds.upper - 1.0, "seq_low": ratio < bounds.lower - 1.0}
-        return outside | {name: state.means_N[name] for name in ("high", "low") if name in state.means_N}
-    if bounds.unit == state.unit:
-        return {}  # they are the unit's
-    log_ratio = unit_log_ratio(bounds.unit, state.tokens.log_ratio, state.sums_N, None)
-    return {"high": log_ratio > bounds.log_upper, "low": log_ratio < bounds.log_lower}
-
-
-def _token_criteria(state: CorrectionState) -> Iterator[Column]:
-    """What each token criterion measures, and what it rejects above if it has two bounds; extremes go to `state`."""
-    for criterion in state.config.criteria:
-        if not criterion.judges_tokens:
-            continue
-        value = state.judged.values(criterion)
-        names, extremes = _extremes({f"value_{criterion.name}": value}, {}, state.tokens.padding)
-        state.token_extremes |= dict(zip(names, extremes.unbind(), strict=True))
-        low, high = criterion.log_bounds
-        if low is not None and high is not None:
-            yield Column(f"above_{criterion.name}", (value > high).logical_and_(state.outside_T[criterion.name]))
-        if criterion.in_log_space:
-            value = value.clamp(-SAFETY_BOUND, SAFETY_BOUND).expm1_()
-        yield Column(f"value_{criterion.name}", value)
+def _rejection_rows(state: CorrectionState) -> dict[str, Tensor]:
+    """Shares of rejected tokens and whether anything of a sequence was rejected, by cause."""
+    outside_N = {name: rejected for name, rejected in state.outside_N.items() if name not in ("veto", "invalid")}
+    # A column that equals another was summed once.
+    alike = "masked" if "masked" in state.means_N else "rejected"
+    rows = {f"out_{name}": rejected for name, rejected in outside_N.items() if name != "mode"}
+    for name in state.outside_T:
+        if name != "mode":
+            rows[f"out_{name}"] = state.means_N.get(f"out_{name}", state.means_N[alike])
+    masked, masked_N = state.means_N[alike] if state.outside_T else None, any_of(outside_N.values())
+    if state.outside_U:  # token criteria, and mask mode with a token's unit
+        tokens = state.sums_U["tokens"]
+        shares = state.sums_U[alike] / tokens.clamp(min=1) if state.outside_T else torch.zeros_like(tokens)
+        masked = state.of_sequences({"masked": torch.where(state.outside_U["mode"], 1.0, shares)})["masked"]
+    if masked is not None:
+        rows["masked"] = masked if masked_N is None else masked.masked_fill(masked_N, 1.0)
+        rows["masked_any"] = rows["masked"] > 0
+    elif masked_N is not None:
+        rows |= {"masked": masked_N, "masked_any": masked_N}
+    if state.config.rs.veto_threshold is not None:
+        rows |= {"vetoed": state.outside_N["veto"], "catastrophic": state.means_N["catastrophic"]}
+    return rows
 
 
 def _criterion_rows(state: CorrectionState, has: Tensor) -> dict[str, Tensor]:
-    """The same of every criterion, one number a sequence. What is rejected and not above is below."""
-    rows: dict[str, Tensor] = {}
+    """`_token_criteria` of every criterion, one number a sequence. What is rejected and not above is below."""
+    rows = {name: mean for name, mean in state.means_N.items() if name.startswith(("value_", "above_"))}
     for criterion in state.config.criteria:
-        name = criterion.name
-        low, high = criterion.log_bounds
         if criterion.judges_tokens:
-            found = [key for side in ("value", "above") if (key := f"{side}_{name}") in state.means_N]
-            rows |= {key: state.means_N[key] for key in found}
             continue
+        name, (low, high) = criterion.name, criterion.log_bounds
         value = state.values_N[name].masked_fill(has.logical_not(), 0.0)
         if low is not None and high is not None:
             rows[f"above_{name}"] = (value > high).logical_and_(state.outside_N[name])
@@ -234,127 +244,66 @@ def _criterion_rows(state: CorrectionState, has: Tensor) -> dict[str, Tensor]:
     return rows
 
 
-def _rejection_rows(state: CorrectionState) -> dict[str, Tensor]:
-    """Shares of rejected tokens and whether anything of a sequence was rejected, by cause."""
-    rows: dict[str, Tensor] = {}
-    masked_N = any_of(outside for name, outside in state.outside_N.items() if name not in ("veto", "invalid"))
-    by_token = state.means_N.get("masked", state.means_N.get("rejected") if state.outside_T else None)
-    masked = by_token
-    if state.outside_U:  # token criteria, and mask mode with a token's unit
-        tokens, outside = state.sums_U["tokens"], state.outside_U["mode"]
-        by_unit = state.sums_U.get("masked", state.sums_U.get("rejected") if state.outside_T else None)
-        shares = torch.zeros_like(tokens) if by_unit is None else by_unit / tokens.clamp(min=1)
-        masked = state.of_sequences({"masked": torch.where(outside, 1.0, shares)})["masked"]
-    if masked is not None:
-        rows["masked"] = masked if masked_N is None else masked.masked_fill(masked_N, 1.0)
-        rows["masked_any"] = rows["masked"] > 0
-    elif masked_N is not None:
-        rows |= {"masked": masked_N, "masked_any": masked_N}
-    names = [criterion.name for criterion in state.config.criteria]
-    for name in [*names, "staleness"] if "staleness" in state.outside_T else names:
-        if name in state.outside_N:
-            rows[f"out_{name}"] = state.outside_N[name]
-        elif by_token is not None:
-            rows[f"out_{name}"] = state.means_N.get(f"out_{name}", by_token)
-    if state.config.rs.veto_threshold is not None:
-        rows |= {"vetoed": state.outside_N["veto"], "catastrophic": state.means_N["catastrophic"]}
-    return rows
-
-
-def _maxima(state: CorrectionState, has: Tensor, rows: dict[str, Tensor]) -> tuple[list[str], list[Tensor]]:
-    """Names and values [·] of maxima; a minimum is carried as the maximum of the negative, "-name". −inf where there is
-    nothing."""
-    if state.config.metrics == "off":
-        return [], []
-    both: dict[str, Tensor] = {}
-    units: dict[str, Tensor] = {}
-    weights: dict[str, Tensor] = {}
-    if state.measured:
-        both["log_ratio_seq"] = state.means_N["log_ratio"]
-        units["log_aggregate"] = state.log_ratio_U
-        if state.unit.measure != "sequences":
-            both["ratio_seq"] = _mean_ratio(rows)
-        if state.config.metrics == "full":
-            both |= {f"value_{name}": value for name, value in state.values_N.items()}
-    if state.weights_U is not None:
-        weights_U, factor = state.weights_U, own_factor(state)
-        used = (
-            weights_U * state.keep_T
-            if state.unit.one_ratio_per_token
-            else weights_U.masked_fill(state.kept_U == 0, 0.0)
-        )
-        weights["weight"] = used if factor is None else used / factor
-    absent = has.logical_not()
-    if state.unit.one_ratio_per_token or state.parts is not None:
-        padding = state.tokens.padding if state.unit.one_ratio_per_token else state.counts_U == 0
-        extremes = _extremes_of_tokens if state.unit.one_ratio_per_token else _extremes
-        parts = [_extremes(both, {}, absent), extremes(units, {}, padding), extremes({}, weights, padding)]
-    else:
-        parts = [_extremes(both | units, weights, absent)]
-    if state.token_extremes:
-        parts.append((list(state.token_extremes), torch.stack(list(state.token_extremes.values()))))
-    return [name for names, _ in parts for name in names], [values for names, values in parts if names]
-
-
-def _extremes_of_tokens(both: dict[str, Tensor], above: dict[str, Tensor], padding: Tensor) -> tuple[list[str], Tensor]:
-    """`_extremes` of [T] rows that are 0 at padding."""
-    if not on_host(padding) or len(padding) == 0:
-        return _extremes(both, above, padding)
-    names = [*both, *above, *(f"-{name}" for name in both)]
-    values = [largest(row, padding) for row in (*both.values(), *above.values())]
-    values += [largest(row, padding, of_negated=True) for row in both.values()]
-    return names, torch.stack(values) if values else padding.new_zeros(0, dtype=torch.float64)
-
-
-def _extremes(both: dict[str, Tensor], above: dict[str, Tensor], absent: Tensor) -> tuple[list[str], Tensor]:
-    """Names and values of the maxima of all rows and the negated minima of the first kind, over what is not absent."""
-    names = [*both, *above, *(f"-{name}" for name in both)]
-    if not names or absent.numel() == 0:
-        return names, absent.new_full((len(names),), -torch.inf, dtype=torch.float64)
-    rows = [*both.values(), *above.values()]
-    values = torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0)
-    parts = [values.masked_fill(absent, -torch.inf).amax(1)]
-    if both:
-        parts.append(values[: len(both)].masked_fill(absent, torch.inf).amin(1).neg())
-    return names, torch.cat(parts) if len(parts) > 1 else parts[0]
+def _outside_rows(state: CorrectionState, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whether a sequence is above or below bounds that act on it, or its mean ρ above or below those that act on its
+    parts (those of one token, where bounds grow)."""
+    bounds = state.bounds
+    if bounds is None or (bounds.unit.measure == "sequences" and bounds.unit == state.unit):
+        return {}  # of the level's own units they are with the units' rows
+    if bounds.unit.measure != "sequences":
+        ratio = rows["ratio"] if bounds.unit.per_token else _mean_ratio(rows)
+        return {"seq_high": ratio > bounds.upper - 1.0, "seq_low": ratio < bounds.lower - 1.0}
+    log_ratio = unit_log_ratio(bounds.unit, state.tokens.log_ratio, state.sums_N, None)
+    return {"high": log_ratio > bounds.log_upper, "low": log_ratio < bounds.log_lower}
 
 
 # Units of the level: their ratios, plain and clamped, and the weights really used ------------------------------------
 
 
-def outside_bounds(state: CorrectionState) -> dict[str, Tensor]:
+def _outside_bounds(state: CorrectionState) -> dict[str, Tensor]:
     """Which units of the level are above and below the bounds that act on them, [U] bool each."""
     bounds, scale = state.bounds, state.scale_U
-    assert bounds is not None
+    if bounds is None or bounds.unit != state.unit:
+        return {}
     return {
         "high": state.log_ratio_U > grown(bounds.log_upper, scale),
         "low": state.log_ratio_U < grown(bounds.log_lower, scale),
     }
 
 
-def unit_ratio_rows(state: CorrectionState) -> dict[str, Tensor]:
+def _unit_ratio_rows(state: CorrectionState) -> dict[str, Tensor]:
     """Of units that are (parts of) sequences: moments of ρ, plain and clamped, and whether it is outside the bounds."""
     ratio = state.ratio_U
     rows = {"unit_ratio": ratio - 1.0, "unit_square": ratio.square()}
     if state.parts is None:  # of turns there are many
         rows["unit_plain"] = ratio
     rows["unit_ratio_squared"] = rows["unit_ratio"].square()
-    rows["clamped"] = clamped(state, rows["unit_ratio"], state.log_ratio_U)
+    rows["clamped"] = _clamped(state, rows["unit_ratio"], state.log_ratio_U)
     rows["clamped_squared"] = rows["clamped"].square()
-    if state.bounds is not None and state.bounds.unit == state.unit:
-        rows |= outside_bounds(state)
-    return rows
+    return rows | _outside_bounds(state)
 
 
-def token_weight_rows(state: CorrectionState, kept: Tensor) -> dict[str, Tensor]:
-    """Weights really used of units that are tokens, Σ over kept tokens divided by all tokens of the sequence.
+def _clamped(state: CorrectionState, ratio: Tensor, log_ratio: Tensor, padding: Tensor | None = None) -> Tensor:
+    """c − center, c = ρ clamped to [1/hi, hi] (also where hi is below 1), 0 at padding. ratio: ρ − 1."""
+    upper, middle = state.config.tis.upper, center(state.config)
+    low, high = sorted((1.0 / upper, upper))
+    if middle:
+        return ratio.clamp(low - middle, high - middle)
+    clamped = bounded_exp(log_ratio).clamp_(low, high)
+    return clamped if padding is None else clamped.masked_fill_(padding, 0)
 
-    They are those before batch normalisation, which the metrics apply from the merged sums; but for the scope
-    micro_batch, whose factors differ, after it.
-    """
+
+def _own_factor(state: CorrectionState) -> Tensor | float | None:
+    """What this batch's weights are divided by here: factors of the scope micro_batch differ, so they cannot wait. All
+    others the metrics apply to the merged sums."""
+    return state.factor if state.config.tis.batch_normalize_scope == "micro_batch" else None
+
+
+def _token_weight_rows(state: CorrectionState, kept: Tensor) -> dict[str, Tensor]:
+    """Weights really used of units that are tokens, Σ over kept tokens divided by all tokens of the sequence."""
     if state.weights_U is None:
         return {}
-    factor, used = own_factor(state), kept > 0
+    factor, used = _own_factor(state), kept > 0
     weight, squared = state.means_N["weight"] * used, state.means_N["weight_squared"] * used
     deviation = state.means_N["weight_deviation"] * used
     if factor is not None:
@@ -365,11 +314,11 @@ def token_weight_rows(state: CorrectionState, kept: Tensor) -> dict[str, Tensor]
     return {"weight": weight, "weight_squared": squared, "weight_deviation": deviation}
 
 
-def unit_weight_rows(state: CorrectionState, kept: Tensor) -> dict[str, Tensor]:
+def _unit_weight_rows(state: CorrectionState, kept: Tensor) -> dict[str, Tensor]:
     """The same of units that are (parts of) sequences, divided by all tokens of the unit. kept: of whole sequences."""
     if state.weights_U is None:
         return {}
-    factor = own_factor(state)
+    factor = _own_factor(state)
     unit = state.weights_U if factor is None else state.weights_U / factor
     if state.parts is not None:
         kept = state.kept_U / state.sums_U["tokens"].clamp(min=1)
@@ -378,16 +327,53 @@ def unit_weight_rows(state: CorrectionState, kept: Tensor) -> dict[str, Tensor]:
     return rows if state.parts is None else rows | {"unit_weight_squared": weight.square()}
 
 
-def own_factor(state: CorrectionState) -> Tensor | float | None:
-    """What this batch's weights are divided by here: factors of the scope micro_batch differ, so they cannot wait."""
-    return state.factor if state.config.tis.batch_normalize_scope == "micro_batch" else None
+# Extremes -------------------------------------------------------------------------------------------------------------
 
 
-def clamped(state: CorrectionState, ratio: Tensor, log_ratio: Tensor, padding: Tensor | None = None) -> Tensor:
-    """c − center, c = ρ clamped to [1/hi, hi] (also where hi is below 1), 0 at padding. ratio: ρ − 1."""
-    upper, middle = state.config.tis.upper, center(state.config)
-    low, high = sorted((1.0 / upper, upper))
-    if middle:
-        return ratio.clamp(low - middle, high - middle)
-    clamped = bounded_exp(log_ratio).clamp_(low, high)
-    return clamped if padding is None else clamped.masked_fill_(padding, 0)
+def _maxima(state: CorrectionState, has: Tensor, rows: dict[str, Tensor]) -> tuple[list[str], list[Tensor]]:
+    """Names and values [·] of maxima; a minimum is carried as the maximum of the negative, "-name". −inf where there is
+    nothing."""
+    if state.config.metrics == "off":
+        return [], []
+    of_sequences: dict[str, Tensor] = {}
+    of_units: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
+    if state.measured:
+        of_sequences["log_ratio_seq"] = state.means_N["log_ratio"]
+        of_units["log_aggregate"] = state.log_ratio_U
+        if state.unit.measure != "sequences":
+            of_sequences["ratio_seq"] = _mean_ratio(rows)
+        if state.config.metrics == "full":
+            of_sequences |= {f"value_{name}": value for name, value in state.values_N.items()}
+    per_token = state.unit.one_ratio_per_token
+    if state.weights_U is not None:
+        weight, factor = state.weights_U, _own_factor(state)
+        weight = weight * state.keep_T if per_token else weight.masked_fill(state.kept_U == 0, 0.0)
+        weights["weight"] = weight if factor is None else weight / factor
+    if per_token or state.parts is not None:
+        absent = state.tokens.padding if per_token else state.counts_U == 0
+        found = [_extremes(of_sequences, {}, has.logical_not())]
+        found += [_extremes(of_units, {}, absent, per_token), _extremes({}, weights, absent, per_token)]
+    else:
+        found = [_extremes(of_sequences | of_units, weights, has.logical_not())]
+    if state.token_extremes:
+        found.append((list(state.token_extremes), torch.stack(list(state.token_extremes.values()))))
+    return [name for names, _ in found for name in names], [values for names, values in found if names]
+
+
+def _extremes(
+    both: dict[str, Tensor], above: dict[str, Tensor], absent: Tensor, zero_where_absent: bool = False
+) -> tuple[list[str], Tensor]:
+    """Names and values of the maxima of all rows and the negated minima of the first kind, over what is not absent."""
+    names = [*both, *above, *(f"-{name}" for name in both)]
+    if not names or absent.numel() == 0:
+        return names, absent.new_full((len(names),), -torch.inf, dtype=torch.float64)
+    rows = [*both.values(), *above.values()]
+    if zero_where_absent and on_host(absent):
+        negated = [largest(row, absent, of_negated=True) for row in both.values()]
+        return names, torch.stack([*(largest(row, absent) for row in rows), *negated])
+    values = torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0)
+    parts = [values.masked_fill(absent, -torch.inf).amax(1)]
+    if both:
+        parts.append(values[: len(both)].masked_fill(absent, torch.inf).amin(1).neg())
+    return names, torch.cat(parts) if len(parts) > 1 else parts[0]

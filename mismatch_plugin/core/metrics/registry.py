@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
 
 PREFIX = "rollout_corr/"
-PLACES = ("headline", "ratio", "clamped ratio", "correction", "products", "loss")
-"""The parts of `inspect`'s table, in their order."""
 
 
 class Mean(NamedTuple):
@@ -43,7 +41,7 @@ class Metric:
     trained: over everything that trains; the others are over what was measured, and absent where that is nothing.
     averaged: its mean over micro-batches means something, though its count is its own. That of a `Mean` always does,
         and a host that knows the count of the step may add it up over micro-batches.
-    place: the part of `inspect`'s table that shows it, one of `PLACES`, in order of declaration; "" where none does.
+    place: the part of `inspect`'s table that shows it, in order of declaration; "" where none does.
     """
 
     name: str

@@ -85,11 +85,8 @@ class Statistics:
         return batch_factor(self.sum_of(f"weight_unit@{measure}"), self.sum_of(f"units@{measure}"))
 
     def thresholds(self) -> dict[str, Tensor]:
-        """Criterion with a budget → the upper bound that the next step is to judge by (0-d float64, no sync).
-
-        Of statistics of the whole step, as `step_loss` gives them: pass it to `policy_loss` in the next one, and save
-        it with a checkpoint; a run that resumes without it begins with the bounds given.
-        """
+        """Criterion with a budget → the upper bound that the next step is to judge by (0-d float64, no sync). Of the
+        whole step: pass it to `policy_loss` in the next one, and save it with a checkpoint."""
         found = {}
         for criterion in self.config.budgets:
             start = self.sum_names.index(f"budget_{criterion.name}[0]")
@@ -111,12 +108,11 @@ class Statistics:
         return mean
 
     def metrics(self, averaged_only: bool = False) -> dict[str, float]:
-        """Every metric that this configuration declares. One transfer to the host.
+        """Every metric that this configuration declares (averaged_only: whose mean over micro-batches means something).
+        One transfer to the host.
 
-        averaged_only: those whose mean over micro-batches means something.
         Raises InvalidLogProbError where an invalid log-prob that is used was counted and the policy is `error`;
-        GateError where `gate_kl` is set and the mean k3 is above it; ValueError where micro-batches of `policy_loss`
-        were merged whose weights are normalised, each by a mean of its own.
+        GateError where the mean k3 is above `gate_kl`; ValueError where each micro-batch had a mean weight of its own.
         """
         from mismatch_plugin.core.metrics.registry import compute_metrics
 
@@ -147,8 +143,7 @@ class Statistics:
         if found:
             raise invalid_error(found, int(sum(counted.values())))
         kinds = ", ".join(f"{int(count)} of kind {kind}" for kind, count in counted.items() if count)
-        held = [kind for kind, count in counted.items() if count]
-        raise invalid_error([], summary=f"invalid log-probs on another rank: {kinds}", kinds=held)
+        raise invalid_error([], summary=f"invalid log-probs on another rank: {kinds}")
 
 
 def validate_mergeable(one: Statistics, other: Statistics) -> None:
@@ -162,10 +157,8 @@ def validate_mergeable(one: Statistics, other: Statistics) -> None:
             )
     if (one.sum_names, one.maximum_names) == (other.sum_names, other.maximum_names):
         return
-    more, less = {*one.fields}, {*other.fields}
-    has, lacks, extra = ("one", "the other", more - less) if more - less else ("the other", "one", less - more)
-    what = ", ".join(sorted(extra)[:6]) or "another order of names"
+    what = ", ".join(sorted({*one.fields} ^ {*other.fields})[:6]) or "another order of names"
     raise ValueError(
-        f"statistics cannot be merged: {has} has {what}, {lacks} not. All batches of a step need the same fields "
+        f"statistics cannot be merged: one has {what}, the other not. All batches of a step need the same fields "
         f"(rollout_log_probs, ref_log_probs, weight_versions, advantages, entropy)."
     )
