@@ -14,7 +14,6 @@ from mismatch_plugin.config import preset as find
 from mismatch_plugin.data.read import Dump, InputError, read
 from mismatch_plugin.data.versions import version_number
 from mismatch_plugin.diagnose.batch import DEFAULT_MAX_STALENESS, Batch, make_batch
-from mismatch_plugin.diagnose.detectors.layers import Mix
 from mismatch_plugin.diagnose.detectors.run import FAULTS, check_batch
 from mismatch_plugin.diagnose.detectors.servers import compare_servers, workers_of
 from mismatch_plugin.diagnose.findings import CheckResult, Finding
@@ -127,10 +126,7 @@ def read_inputs(
     if not any(sample.mask.any() for sample in batch):
         raise InputError("every loss mask is 0: there is no trained token to check.")
     if model is not None:
-        between = None if start is None else Mix(model, start)
-        batch = replace(
-            batch, logits=lambda sample: model.logits(sample, sample.index), from_checkpoint=scored, between=between
-        )
+        batch = replace(batch, now=model, start=start, from_checkpoint=scored)
     # Where verl bypasses the old log-probs it copies the rollout's.
     copied = dump.format == "verl" and training is None and not scored and dump.has_training
     given = [str(file) for file in (path, training) if file is not None]
@@ -302,7 +298,7 @@ def _next_step(verdict: Verdict, batch: Batch, check: CheckResult, copied: bool,
         )
     if verdict != "large" and all(item.fault != UNEXPLAINED for item in check.findings if item.counts):
         return ""
-    if batch.logits is not None and batch.between is not None:
+    if batch.now is not None and batch.start is not None:
         return "No cause was found: see where it sits on the page, and --accept what is meant."
     return (
         "To find the cause (updates that did not arrive, a filter, a temperature), give the trainer's weights of now "

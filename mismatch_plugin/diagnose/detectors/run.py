@@ -12,7 +12,6 @@ from mismatch_plugin.diagnose.detectors import (
     numbers,
     routing,
     served,
-    served_weights,
     size,
     tokens,
     vocabulary,
@@ -54,7 +53,7 @@ _LEFT_OUT = ("missing", "infinite", "nan", "positive", "floor", "zero_fill", "eo
 
 PLUGIN = "the server's plugin"
 TOLD = (  # What servers tell of themselves is no statistics: it is named before all else.
-    Detector(served_weights.find_served_weights, (
+    Detector(served.find_served_weights, (
         Fault("label_reused", "weights changed under one and the same version", PLUGIN),
         Fault("other_weights", "a server serves other weights than the trainer sent",
               f"{PLUGIN}, next to the trainer's `weight_fingerprint`"),

@@ -13,7 +13,7 @@ import numpy as np
 
 from mismatch_plugin.data.arrays import Bools, Floats
 from mismatch_plugin.data.versions import version_number
-from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens, median
+from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens
 from mismatch_plugin.diagnose.detectors.distance import CLIP, ordinary, rank_correlation, telling
 from mismatch_plugin.diagnose.findings import FaultName, Finding, Mismatch
 from mismatch_plugin.diagnose.normal import (
@@ -127,7 +127,9 @@ class Gaps:
     def of(cls, batch: Batch) -> Gaps:
         tokens, told = batch.tokens, telling(batch.tokens)
         size = np.minimum(np.abs(tokens.gap), CLIP)
-        typical = ordinary(tokens, size, median, (tokens.occurred, ~tokens.occurred))[told]  # a penalty moves one kind
+        typical = ordinary(tokens, size, np.median, (tokens.occurred, ~tokens.occurred))[
+            told
+        ]  # a penalty moves one kind
         return cls(batch, tokens.where(told), typical)
 
     @cached_property
@@ -338,7 +340,7 @@ def _far(gaps: Gaps, level: Mismatch) -> Finding:
 
 def _next_step(batch: Batch) -> str:
     """The command that tells more, with what is not given yet."""
-    if batch.between:
+    if batch.now and batch.start:
         return BY_HAND
-    given = "--reference-checkpoint START" if batch.logits else "--checkpoint NOW --reference-checkpoint START"
+    given = "--reference-checkpoint START" if batch.now else "--checkpoint NOW --reference-checkpoint START"
     return NEXT.format(given=given) + BY_HAND

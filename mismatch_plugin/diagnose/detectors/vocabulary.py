@@ -15,7 +15,7 @@ from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.diagnose.batch import Batch, Outcome
 from mismatch_plugin.diagnose.detectors.alignment import SHIFT_FIX
-from mismatch_plugin.diagnose.detectors.distance import CLIP, Comparison, between, compare
+from mismatch_plugin.diagnose.detectors.distance import CLIP, Comparison, average, between, compare
 from mismatch_plugin.diagnose.detectors.distribution import (
     PENALTY_FIX,
     TEMPERATURE_FIXES,
@@ -114,14 +114,14 @@ def gather_rows(batch: Batch) -> Rows | None:
     """Tokens with both sides, from all over a batch that has logits; None if there is none."""
     samples = [sample for sample in batch if sample.usable.any()]
     samples = samples[:: max(1, math.ceil(len(samples) / MAX_SAMPLES))]
-    if batch.logits is None or not samples:
+    if batch.now is None or not samples:
         return None
     tokens: list[tuple[Sample, int]] = []
     parts: list[Tensor] = []
     late: list[Floats] = []
     share = 0
     for index, sample in enumerate(samples):
-        logits = batch.logits(sample).float()
+        logits = batch.now.logits(sample, sample.index).float()
         share = share or max(1, math.ceil(min(MAX_TOKENS, MAX_BYTES // (4 * logits.shape[-1])) / len(samples)))
         usable = np.flatnonzero(sample.usable)
         step = max(1, math.ceil(len(usable) / share))
@@ -147,7 +147,7 @@ def gather_rows(batch: Batch) -> Rows | None:
 
 def find_in_distributions(batch: Batch) -> Outcome:
     """Judge both sides by the distributions of a checkpoint, if there is one; the batch stays as it is."""
-    if batch.logits is None:
+    if batch.now is None:
         return [], batch
     rows = gather_rows(batch)
     if rows is None or len(rows.tokens) < ENOUGH_TOKENS:
@@ -174,7 +174,7 @@ def _fitted_temperature(rows: Rows, side: LogProbSide) -> Finding | None:
     low, high, scale = 0.3, 3.3, 1.0
     for points in (17, 9, 9, 9, 9):
         scales = np.geomspace(low, high, points)
-        best = int(np.argmin([between(values, rows.log_probs(logits, one)).mean for one in scales]))
+        best = int(np.argmin([average(between(values, rows.log_probs(logits, one))) for one in scales]))
         low, scale, high = scales[max(best - 1, 0)], float(scales[best]), scales[min(best + 1, points - 1)]
     fits = _compare(values, rows.log_probs(logits), rows.log_probs(logits, scale))
     if not fits.clearly_better(BETTER, BETTER_Z_SCORE, MIN_GAIN_NATS) or abs(math.log(scale)) < MIN_TEMPERATURE_CHANGE:
@@ -193,7 +193,7 @@ def _fitted_penalty(rows: Rows) -> list[Finding]:
         return []
     settings = [SamplingParameters(repetition_penalty=penalty) for penalty in PENALTIES]
     fitted = [rows.log_probs(_penalised(rows.logits, rows.tokens, setting)) for setting in settings]
-    best = int(np.argmin([between(rows.rollout, values).mean for values in fitted]))
+    best = int(np.argmin([average(between(rows.rollout, values)) for values in fitted]))
     fits = _compare(rows.rollout, rows.log_probs(rows.drawn_from), fitted[best])
     if not fits.clearly_better(BETTER, BETTER_Z_SCORE, MIN_GAIN_NATS):
         return []
