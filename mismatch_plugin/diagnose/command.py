@@ -15,18 +15,11 @@ if TYPE_CHECKING:
     from mismatch_plugin.diagnose.result import Diagnosis
 
 CANNOT_READ = 2
-_BEFORE_A_STEP = {"settings.json", "config.json", "plots", ".lock"}
-"""What the report folder of a run may hold before its first step."""
 _dump = partial(typer.Option, rich_help_panel="Dump")
 _settings = partial(typer.Option, rich_help_panel="Your settings")
-_server = partial(typer.Option, rich_help_panel="Server")
 _run = partial(typer.Option, rich_help_panel="Run's metrics")
 _output = partial(typer.Option, rich_help_panel="Output")
-_PATH = "A dump of samples, a folder of dumps, or a run's metrics. Without it, --url samples from a server."
-
-
 _OF_RUNS = {"run", "show_all"}
-_OF_SAMPLING = {"samples", "max_new_tokens", "temperature", "prompts"}
 _OF_BOTH = {"path", "config", "preset", "flags", "host", "gate", "gate_kl", "out", "no_report", "as_json"}
 
 
@@ -38,14 +31,12 @@ class Precision(str, Enum):
 
 def inspect(
     context: typer.Context,
-    path: Annotated[Path | None, typer.Argument(metavar="PATH", help=_PATH)] = None,
+    path: Annotated[Path, typer.Argument(help="A dump of samples, a folder of dumps, or a run's metrics.")],
     training: Annotated[Path | None, typer.Argument(metavar="TRAINING", help="The training side's own file.")] = None,
     checkpoint: Annotated[
         Path | None, _dump(help="Folder of the trainer's current weights (transformers): scores in float32.")
     ] = None,
-    url: Annotated[
-        list[str] | None, _server(help="SGLang server or router: rescores the dump, or samples. Repeatable.")
-    ] = None,
+    url: Annotated[list[str] | None, _dump(help="SGLang server or router: rescores the dump. Repeatable.")] = None,
     reference_checkpoint: Annotated[
         Path | None, _dump(help="Folder of the weights that the run began with: did updates arrive?")
     ] = None,
@@ -72,25 +63,16 @@ def inspect(
     accept: Annotated[list[str] | None, _dump(metavar="FAULT", help="A fault that is meant. Repeatable.")] = None,
     gate: Annotated[bool, _output("--gate", help="Fail (exit status 1) where k3 is above the bar.")] = False,
     gate_kl: Annotated[float | None, _output(min=0.0, help="The gate's bar, nats per token. Implies --gate.")] = None,
-    samples: Annotated[int, _server(min=1, help="Without PATH: responses of each server.")] = 64,
-    max_new_tokens: Annotated[int, _server(min=1, help="Without PATH: tokens of a response.")] = 128,
-    temperature: Annotated[float, _server(help="Without PATH: of the sampling.")] = 1.0,
-    prompts: Annotated[Path | None, _server(help="Without PATH: a JSON list of token ids, or a text, a line.")] = None,
     out: Annotated[
-        Path | None,
-        _output(
-            "--out", "--pictures", help="Folder of the page, or of a run's pictures. Default: PATH_inspect, PATH/plots."
-        ),
+        Path | None, _output(help="Folder of the page, or of a run's picture. Default: PATH_inspect, PATH/plots.")
     ] = None,
-    no_report: Annotated[
-        bool, _output("--no-report", "--no-pictures", help="Write neither page nor pictures.")
-    ] = False,
+    no_report: Annotated[bool, _output("--no-report", help="Write neither page nor picture.")] = False,
     brief: Annotated[bool, _output("--brief", help="Findings and size alone: no prediction, no page.")] = False,
     as_json: Annotated[bool, _output("--json", help="Print one JSON object.")] = False,
     run: Annotated[str | None, _run(help="Which run, where metrics hold several: part of its name.")] = None,
     show_all: Annotated[bool, _run("--all", help="Print every metric.")] = False,
 ) -> None:
-    """From a dump, a live server or a run's metrics to the cause, the setting and the flags.
+    """From a dump or a run's metrics to the cause, the setting and the flags.
 
     How large is the mismatch, is that normal, where does it come from, which
     setting fits, what would it cost, and which flags to paste.
@@ -112,8 +94,11 @@ def inspect(
     before the end (memory, stdout, an error of ours).
     """
     from mismatch_plugin.data.read import InputError
+    from mismatch_plugin.diagnose.diagnosis import diagnose_files, own_settings
     from mismatch_plugin.diagnose.flags import HOSTS
+    from mismatch_plugin.diagnose.normal import Hints
     from mismatch_plugin.diagnose.run_sources import kind_of
+    from mismatch_plugin.diagnose.runs import inspect_run
     from mismatch_plugin.hooks.hosts import host_name
     from mismatch_plugin.report.table import printable
 
@@ -124,18 +109,15 @@ def inspect(
         if out is not None and (brief or no_report):
             word = "--brief" if brief else "--no-report"
             raise InputError(f"--out {out} and {word} contradict each other: leave one out.")
-        if path is not None and not path.exists():
+        if not path.exists():
             raise InputError(f"{path} is not there: give a dump, a folder of dumps, or a run's metrics.")
-        if path is not None and kind_of(path) == "metrics":
+        own = own_settings(config, preset, flags)
+        if kind_of(path) == "metrics":
             _refuse(context, _OF_RUNS | _OF_BOTH, f"{path} holds a run's metrics")
-            from mismatch_plugin.diagnose.diagnosis import own_settings
-            from mismatch_plugin.diagnose.runs import inspect_run
-
-            own, given = own_settings(config, preset, flags), config or preset or flags
             plots = path / "plots" if path.is_dir() else path.with_name(f"{path.stem}_plots")
             status = inspect_run(
                 path,
-                None if own is None else (own, str(given)),
+                None if own is None else (own, str(config or preset or flags)),
                 run=run,
                 pictures=None if no_report else out or plots,
                 as_json=as_json,
@@ -145,19 +127,9 @@ def inspect(
                 show_all=show_all,
             )
             raise typer.Exit(status)
-        if path is not None and path.is_dir() and {file.name for file in path.iterdir()} <= _BEFORE_A_STEP:
-            raise InputError(
-                f"{path} holds no step yet, and no dump: a run writes its first metrics there after its first step "
-                f"(--mismatch-report-dir)."
-            )
-        if path is None:
-            _refuse(context, {*context.params} - _OF_RUNS, "without PATH servers are sampled, and no run is read")
-        else:
-            _refuse(context, {*context.params} - _OF_RUNS - _OF_SAMPLING, f"{path} is a dump, which is read as it is")
-        from mismatch_plugin.diagnose.diagnosis import diagnose_files, own_settings
-        from mismatch_plugin.diagnose.normal import Hints
-        from mismatch_plugin.diagnose.scorers import Live
-
+        if (path / "settings.json").exists():
+            raise InputError(f"{path} holds no step yet: a run writes its metrics there after its first step.")
+        _refuse(context, {*context.params} - _OF_RUNS, f"{path} is a dump")
         if not checkpoint and not reference_checkpoint and "OMP_NUM_THREADS" not in os.environ:
             import torch
 
@@ -168,7 +140,6 @@ def inspect(
             training,
             urls=url or (),
             checkpoint=checkpoint,
-            live=Live(samples, max_new_tokens, temperature, prompts),
             reading={
                 "reference_checkpoint": reference_checkpoint,
                 "format": format,
@@ -176,7 +147,7 @@ def inspect(
                 "max_staleness": max_staleness,
                 "eos_ids": eos_id or (),
             },
-            own=own_settings(config, preset, flags),
+            own=own,
             accept=accept or (),
             gate=gate or gate_kl is not None,
             gate_kl=gate_kl,
@@ -195,9 +166,8 @@ def inspect(
         raise typer.Exit(CANNOT_READ) from None
     written, note = None, ""
     if not (no_report or brief):
-        where = Path("live") if path is None else path.resolve()  # "." has no name
-        # A folder keeps its whole name.
-        name = where.name if path is not None and path.is_dir() else where.stem
+        where = path.resolve()  # "." has no name
+        name = where.name if path.is_dir() else where.stem
         written, note = _write_report(diagnosis, out or where.with_name(f"{name}_inspect"), host)
     if as_json:
         typer.echo(diagnosis.model_dump_json(indent=2))

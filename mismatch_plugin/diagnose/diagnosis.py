@@ -18,7 +18,7 @@ from mismatch_plugin.diagnose.detectors.run import FAULTS, check_batch
 from mismatch_plugin.diagnose.detectors.servers import compare_servers, workers_of
 from mismatch_plugin.diagnose.findings import CheckResult, Finding
 from mismatch_plugin.diagnose.flags import config_of
-from mismatch_plugin.diagnose.levels import bounds_for, histograms
+from mismatch_plugin.diagnose.levels import bounds_for, histogram
 from mismatch_plugin.diagnose.measure import figures_of, measure
 from mismatch_plugin.diagnose.normal import SMALL_K3, UNEXPLAINED, Hints, normality
 from mismatch_plugin.diagnose.normal import gate as judge_gate
@@ -26,15 +26,7 @@ from mismatch_plugin.diagnose.packing import OF_PREDICTIONS, groups_of, packed_o
 from mismatch_plugin.diagnose.predict import left_out, measurable, predict, predict_one
 from mismatch_plugin.diagnose.recommend import recommend
 from mismatch_plugin.diagnose.result import VERDICTS, Diagnosis, Verdict
-from mismatch_plugin.diagnose.scorers import (
-    Checkpoint,
-    Live,
-    from_checkpoint,
-    from_server,
-    sample_live,
-    with_reference,
-)
-from mismatch_plugin.diagnose.words import controls_of
+from mismatch_plugin.diagnose.scorers import Checkpoint, from_checkpoint, from_server, with_reference
 from mismatch_plugin.files import encodable
 from mismatch_plugin.report.table import figure
 
@@ -69,12 +61,11 @@ class Inputs(NamedTuple):
 
 
 def read_inputs(
-    path: Path | None,
+    path: Path,
     training: Path | None = None,
     *,
     urls: Sequence[str] = (),
     checkpoint: Path | None = None,
-    live: Live | None = None,
     reference_checkpoint: Path | None = None,
     weight_version: str | None = None,
     max_staleness: int = DEFAULT_MAX_STALENESS,
@@ -83,19 +74,15 @@ def read_inputs(
 ) -> Inputs:
     """The training side is the file, else the checkpoint, else the first server, else what the dump itself holds.
 
-    path: a file or a folder; without one the servers are sampled, as `live` says. checkpoint: the folder of the
-    trainer's current weights. reference_checkpoint: of those that the run began with. urls: servers or routers. format:
-    of the dump, a name of docs/inspect.md.
+    path: a file or a folder. checkpoint: the folder of the trainer's current weights. reference_checkpoint: of those
+    that the run began with. urls: servers or routers. format: of the dump, a name of docs/inspect.md.
 
     Raises InputError where something cannot be read or does not fit.
     """
-    if path is None and not urls:
-        raise InputError("there is nothing to inspect: give PATH, or --url to sample from a server.")
     if urls and training is not None and checkpoint is None:
         raise InputError("TRAINING and --url say the same thing twice: leave one out, or add --checkpoint.")
     model = None if checkpoint is None else Checkpoint(checkpoint)
-    dump = sample_live(urls, model, live or Live()) if path is None else _dump(path, training, format)
-    named = "the running servers" if path is None else encodable(str(path))
+    dump, named = _dump(path, training, format), encodable(str(path))
     samples, notes = dump.samples, [f"{len(dump.samples)} records of {named}", *dump.notes]
     late = sum(bool(sample.mask.any() and not sample.mask[0]) for sample in samples)
     if late > len(samples) / 2:
@@ -147,12 +134,11 @@ def _dump(path: Path, training: Path | None, format: str | None) -> Dump:
 
 
 def diagnose_files(
-    path: Path | None,
+    path: Path,
     training: Path | None = None,
     *,
     urls: Sequence[str] = (),
     checkpoint: Path | None = None,
-    live: Live | None = None,
     reading: Mapping[str, Any] = {},
     own: MismatchConfig | None = None,
     accept: Collection[str] = (),
@@ -165,7 +151,7 @@ def diagnose_files(
 ) -> Diagnosis:
     """Everything that `inspect` says of a batch.
 
-    urls, checkpoint, live, reading: what `read_inputs` takes. own: the user's settings, whose metrics and prediction
+    urls, checkpoint, reading: what `read_inputs` takes. own: the user's settings, whose metrics and prediction
     are given first; None: no correction. accept: faults that are meant. gate, gate_kl: judge k3, by the default bar or
     this one. hints: what is known of the pair, for what is normal. one_step, expensive_pass: as in `measure.Figures`.
     brief: findings and size alone, without predictions.
@@ -173,7 +159,7 @@ def diagnose_files(
     """
     if unknown := sorted({*accept} - {*FAULTS}):
         raise InputError(f"--accept {unknown[0]} is no fault: choose from {', '.join(FAULTS)}.")
-    inputs = read_inputs(path, training, urls=urls, checkpoint=checkpoint, live=live, **reading)
+    inputs = read_inputs(path, training, urls=urls, checkpoint=checkpoint, **reading)
     batch, hints = inputs.batch, hints or Hints()
     if own is not None and own.gate_kl is not None:  # the gate of training, judged once and here
         gate, gate_kl, own = True, own.gate_kl if gate_kl is None else gate_kl, own.replace(gate_kl=None)
@@ -220,7 +206,9 @@ def diagnose_files(
     told: dict[str, Any] = {"metrics": metrics, "level": (own or MismatchConfig()).tis.level, "size": size}
     if verdict in ("fault", "undecided"):  # no setting repairs the one, and nobody knows of the other
         of_tokens = [note for note in notes if OF_PREDICTIONS not in note]
-        return found.model_copy(update=told | {"histograms": histograms(part), "notes": (*check.notes, *of_tokens)})
+        return found.model_copy(
+            update=told | {"histogram": histogram(part, MismatchConfig()), "notes": (*check.notes, *of_tokens)}
+        )
     bounds, groups = bounds_for(part), groups_of(batch, part)
     predictions = predict(part, own, bounds, groups)
     figures = figures_of(packed, stale=stale, one_step=one_step, expensive_pass=expensive_pass)
@@ -232,12 +220,11 @@ def diagnose_files(
         advice = recommend(figures, bounds, accepted=UNEXPLAINED in accept, predict=try_setting)
     if advice is not None and all(item.setting != advice.setting for item in predictions):
         predictions.append(predict_one(part, config_of(advice.settings), advice.setting, groups))
-    shown = [controls for item in predictions if (controls := controls_of(item.settings)) is not None]
     told |= {
         "predictions": tuple(predictions),
         "bounds": bounds,
         "recommendation": advice,
-        "histograms": histograms(part, [bound for item in shown for bound in (item.lower, item.upper) if bound]),
+        "histogram": histogram(part, config_of(advice.settings) if advice else MismatchConfig()),
         "notes": tuple(dict.fromkeys((*check.notes, *notes, *said, *left_out(part, own, groups is not None)))),
     }
     return found.model_copy(update=told)

@@ -20,7 +20,7 @@ from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.segments import bounded_exp, segment_sum, spread
 from mismatch_plugin.diagnose.flags import config_of
-from mismatch_plugin.diagnose.levels import GROWN, KEEPS, Bounds, LevelUnits, bounds_for, growing, levels_of, units_in
+from mismatch_plugin.diagnose.levels import GROWN, KEPT, Bounds, LevelUnits, bounds_for, growing, levels_of, units_in
 from mismatch_plugin.diagnose.packing import Groups
 from mismatch_plugin.diagnose.result import Prediction
 from mismatch_plugin.limits import SAFETY_BOUND
@@ -28,7 +28,7 @@ from mismatch_plugin.limits import SAFETY_BOUND
 OWN = "your settings"
 _UPPER = {"geometric": 1.001}
 """Level → the upper bound that is tried next to the one from the data; 2 at others. The lower one is its reciprocal."""
-_MOST_VERSIONS = 4
+_KEEPS = f"(keeps {KEPT:.0%})"
 
 
 def predict(
@@ -75,12 +75,12 @@ Setting = tuple[str, dict[str, Any], MismatchConfig]
 def settings_for(packed: PackedSequences, own: MismatchConfig | None, bounds: Bounds) -> Iterator[Setting]:
     """The user's own, every preset, and every algorithm × level × mode at two bounds: a constant, and what keeps 99 %
     of these data, the same for all lengths and growing with them. Without weights the bounds are those of a ratio
-    criterion. Objectives of algorithm 1, whose clip acts at once. Limits on staleness, where versions are known.
+    criterion. Objectives of algorithm 1, whose clip acts at once.
 
     Without advantages no setting whose criteria need them."""
     if own is not None:
         yield OWN, own.model_dump(mode="json", exclude_unset=True), measurable(own, packed)
-    for name, settings in (*_of_presets(bounds), *_of_bounds(packed, bounds), *_of_versions(packed)):
+    for name, settings in (*_of_presets(bounds), *_of_bounds(packed, bounds)):
         config = config_of(settings)
         if packed.advantages is not None or not config.needs_advantages:
             yield name, settings, config
@@ -91,10 +91,10 @@ Named = Iterator[tuple[str, dict[str, Any]]]
 
 def _of_presets(bounds: Bounds) -> Named:
     """A parameter without a default has the value that keeps 99 % of the responses; without one there is no setting."""
-    lowest = max(bounds["geometric"][KEEPS][0], math.exp(-SAFETY_BOUND))
+    lowest = max(bounds["geometric"][0], math.exp(-SAFETY_BOUND))
     from_data = {
-        "max_k2": bounds["sequence_max_k2"][KEEPS][1],
-        "mean_k3": bounds["sequence_mean_k3"][KEEPS][1],
+        "max_k2": bounds["sequence_max_k2"][1],
+        "mean_k3": bounds["sequence_mean_k3"][1],
         "delta": -math.log(lowest),  # mean(log π_rollout − log π_θ) > δ: a geometric mean below e^−δ
     }
     for preset in PRESETS:
@@ -103,13 +103,13 @@ def _of_presets(bounds: Bounds) -> Named:
             yield preset.short, {"preset": preset.short}
         elif all(0.0 < value < math.inf for value in given.values()):
             shown = ", ".join(f"{name} {value:.4g}" for name, value in given.items())
-            yield f"{preset.short}, {shown} (keeps {KEEPS})", preset.settings(**given)
+            yield f"{preset.short}, {shown} {_KEEPS}", preset.settings(**given)
 
 
 def _of_bounds(packed: PackedSequences, bounds: Bounds) -> Named:
     for level in levels_of(packed):
-        constant, (low, high) = _UPPER.get(level, 2.0), bounds[level][KEEPS]
-        for lower, upper, note in ((1.0 / constant, constant, ""), (low, high, f" (keeps {KEEPS})")):
+        constant, (low, high) = _UPPER.get(level, 2.0), bounds[level]
+        for lower, upper, note in ((1.0 / constant, constant, ""), (low, high, f" {_KEEPS}")):
             if upper == math.inf:
                 continue
             between = f"{lower:.7g} to {upper:.7g}{note}"
@@ -125,27 +125,17 @@ def _of_bounds(packed: PackedSequences, bounds: Bounds) -> Named:
                     rs = {"criteria": [{**rule, "upper_bound": upper}]}
                     yield _setting(algorithm, f"reject {level} ratio outside {between}", {"rs": rs})
     for level, name in growing(packed).items():
-        lower, upper = bounds[name][KEEPS]
+        lower, upper = bounds[name]
         tis = {"level": level, "lower_bound": lower, "upper_bound": upper, "bound_growth": GROWN}
         for mode in ("clip", "mask") if upper < math.inf else ():
-            name = f"{level}, {mode} {lower:.7g} to {upper:.7g}, growth {GROWN:g} (keeps {KEEPS})"
+            name = f"{level}, {mode} {lower:.7g} to {upper:.7g}, growth {GROWN:g} {_KEEPS}"
             yield _setting(2, name, {"tis": {**tis, "mode": mode}})
-    rule = {"aggregate": "sequence_mean", "statistic": "k3", "upper_bound": bounds["sequence_mean_k3"][KEEPS][1]}
+    rule = {"aggregate": "sequence_mean", "statistic": "k3", "upper_bound": bounds["sequence_mean_k3"][1]}
     for algorithm in (0, 1):
-        name = f"reject sequence_mean k3 above {rule['upper_bound']:g} (keeps {KEEPS})"
+        name = f"reject sequence_mean k3 above {rule['upper_bound']:g} {_KEEPS}"
         yield _setting(algorithm, name, {"rs": {"criteria": [rule]}})
     for objective in ("gspo", "cispo", "sapo", "gmpo"):
         yield _setting(1, f"objective {objective}", {"objective": objective})
-
-
-def _of_versions(packed: PackedSequences) -> Named:
-    """A limit between every two stalenesses that are there; the smallest ones, where there are many."""
-    if packed.weight_versions is None or packed.trainer_version is None:
-        return
-    behind = (packed.trainer_version - packed.weight_versions[packed.loss_mask]).unique()
-    for most in [int(value) for value in behind.tolist() if value >= 0][:-1][:_MOST_VERSIONS]:
-        for algorithm in (0, 2):
-            yield _setting(algorithm, f"max_staleness {most}", {"rs": {"max_staleness": most}})
 
 
 def _setting(algorithm: int, name: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -188,8 +178,7 @@ def left_out(packed: PackedSequences, own: MismatchConfig | None, grouped: bool)
 class _Data:
     """What all settings share: advantages, reference ratios, shares of tokens, and what was computed already.
 
-    signs: indicator of tokens with A > 0 and with A < 0, and how many they are, where there are any. thirds: the
-    responses by length, shortest first, in three parts; () where there are fewer, or all are as long.
+    signs: indicator of tokens with A > 0 and with A < 0, and how many they are, where there are any.
     """
 
     def __init__(self, packed: PackedSequences, groups: Groups | None) -> None:
@@ -204,10 +193,6 @@ class _Data:
             for name, mask in (("kept_positive", self.advantages_T > 0), ("kept_negative", self.advantages_T < 0)):
                 if count := float(mask.sum()):
                     self.signs[name] = mask.to(self.advantages_T.dtype), count
-        there = (self.tokens_N > 0).nonzero().flatten()
-        lengths = self.tokens_N[there]
-        equal = len(there) < 3 or lengths.min() == lengths.max()
-        self.thirds = () if equal else torch.tensor_split(there[lengths.argsort(stable=True)], 3)
         self.known: dict[str, dict[str, Any]] = {}
         self._last: tuple[str, Correction] | None = None
         self._clips: dict[str, Tensor] = {}
@@ -271,7 +256,6 @@ class _Data:
         tokens_N, kept_N, weights_T = self.tokens_N, correction.kept_N, correction.applied
         found: dict[str, Any] = {"kept": float(kept_N.sum() / tokens_N.sum()), "unit": units.measure.removesuffix("s")}
         found |= {name: float(correction.keep.dot(sign) / count) for name, (sign, count) in self.signs.items()}
-        found["kept_by_length"] = tuple(float(kept_N[part].sum() / tokens_N[part].sum()) for part in self.thirds)
         if config.weighted:
             after = f"{PREFIX}rollout_is_weight_after_"
             found |= {"mean_weight": metrics[f"{after}mean"], "max_weight": metrics[f"{after}max"]}

@@ -11,7 +11,7 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.values import dotted_fields_set, get_path, ignore_mismatch_warnings
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.diagnose.flags import HOSTS, flags_for, preset_of
-from mismatch_plugin.diagnose.levels import SHARES, Bounds
+from mismatch_plugin.diagnose.levels import KEPT, Bounds
 from mismatch_plugin.diagnose.measure import OLD_SHARE, Figures
 from mismatch_plugin.diagnose.normal import FAR_K3, SMALL_K3, UNEXPLAINED
 from mismatch_plugin.diagnose.result import Prediction, Recommendation
@@ -240,11 +240,9 @@ def recommend(
         config, name, reasons = rule.config, rule.setting, [rule.reason]
         found = predict(config) if predict is not None else None
         if rule.data_bounds or (found.kept < LEAST_KEPT if found is not None else config.rejects):
-            given = (bounds or {}).get(rule.bounds, {})
-            kept = next((kept for kept in SHARES if kept in given), None)
-            if kept is None:
+            if bounds is None or rule.bounds not in bounds:
                 continue
-            lower, upper = given[kept]
+            lower, upper = bounds[rule.bounds]
             rs = {"criteria": [f"sequence_mean:ratio:{lower!r}:{upper!r}"]}
             tis = {"lower_bound": lower, "upper_bound": upper}
             own = f"; the preset's own would keep {found.kept:.0%}" if found is not None else ""
@@ -255,7 +253,7 @@ def recommend(
                 continue
             name += ", bounds from your data"
             ratio = f"bounds {lower:g} and {upper:g} on the {rule.bounds} ratio"
-            reasons.append(f"{ratio} keep {kept.replace('%', ' %')} of your data{own}")
+            reasons.append(f"{ratio} keep {KEPT:.0%} of your data{own}")
         for item in ADDITIONS:
             if found is None or predict is None or not (changes := item.changes(figures, found)):
                 continue

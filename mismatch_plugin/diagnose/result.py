@@ -30,7 +30,7 @@ class Prediction(_Model):
 
     setting: its name, a preset or "algorithm 2, token, truncate 2". settings: as a file for --mismatch-config has them.
     kept: share of the response tokens that stay in the loss; _positive, _negative: of those with A > 0 and A < 0, None
-    without such; by_length: of the shortest, middle and longest third of the responses, () where lengths do not differ.
+    without such.
     unit: what has one weight: token, turn or sequence. groups_changed: share of groups whose advantages change if
     rejected responses leave mean and deviation of their group; None where nothing rejects or groups are unknown.
     second_pass: a forward pass for π_old is needed. own: of the user's own settings.
@@ -42,7 +42,6 @@ class Prediction(_Model):
     kept: float
     kept_positive: float | None = None
     kept_negative: float | None = None
-    kept_by_length: tuple[float, ...] = ()
     mean_weight: float
     max_weight: float
     ess: float
@@ -109,6 +108,16 @@ class Size(_Model):
     breakdowns: dict[str, tuple[Group, ...]]
 
 
+class Histogram(_Model):
+    """Log-ratios of the units of a level: counts between edges. lower, upper: bounds on ρ; 0 and inf are none."""
+
+    level: str
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+    lower: float
+    upper: float
+
+
 class Diagnosis(_Model):
     """All of it. headline: one sentence, which begins with the verdict in words. next_step: what more would tell.
 
@@ -116,8 +125,8 @@ class Diagnosis(_Model):
     fixed: with what the findings explain undone, where that is possible and changes anything.
     metrics: as training reports them, for the user's settings; level: whose units they count.
     normality: whether the gap is of a known size, in one sentence; normal: the figures that it goes by. bounds: level →
-    wished share kept ("99%", "99.9%") → (lower, upper) on the ratio that keep it. histograms: `levels.histograms`, for
-    the page and not in the JSON. one_sided: there is no training side.
+    (lower, upper) on the ratio that keep 99 % of its units. histogram: for the page and not in the JSON. one_sided:
+    there is no training side.
     """
 
     verdict: Verdict
@@ -138,10 +147,10 @@ class Diagnosis(_Model):
     normal: tuple[Comparable, ...] = ()
     normality: str = ""
     predictions: tuple[Prediction, ...] = ()
-    bounds: dict[str, dict[str, tuple[float, float]]] = {}
+    bounds: dict[str, tuple[float, float]] = {}
     recommendation: Recommendation | None = None
     gate: Gate | None = None
-    histograms: dict[str, Any] | None = Field(default=None, exclude=True, repr=False)
+    histogram: Histogram | None = Field(default=None, exclude=True, repr=False)
     notes: tuple[str, ...] = ()
 
     @property

@@ -1,25 +1,19 @@
-"""What a checkpoint and running servers give: log-probs of a dump's responses, and responses sampled now."""
+"""What a checkpoint and running servers give: log-probs of a dump's responses."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import warnings
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
-from mismatch_plugin.config.fields import plain_error
 from mismatch_plugin.data.arrays import Floats, Ints
-from mismatch_plugin.data.read import Dump, InputError
+from mismatch_plugin.data.read import InputError
 from mismatch_plugin.data.sample import Sample
-from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.files import read_lines
 from mismatch_plugin.sglang.http import shown
 
 
@@ -106,20 +100,6 @@ class Checkpoint:
         return torch.stack(chosen, dim=1).to(torch.int32).numpy()
 
 
-def _ask(url: str, what: str, question: Callable[[Any], Awaitable[Any]], **settings: Any) -> Any:
-    """The answer of a server. question: of its client. Raises InputError: it does not do what was asked."""
-    from mismatch_plugin.sglang.client import GenerateError, RequestError, SGLangClient
-
-    async def ask() -> Any:
-        async with SGLangClient(url, retries=1, **settings) as client:
-            return await question(client)
-
-    try:
-        return asyncio.run(ask())
-    except (GenerateError, RequestError, ValueError) as error:
-        raise InputError(f"the server at {shown(url)} does not {what}: {error}") from None
-
-
 def rescore(url: str, records: Sequence[Sample], vocab_size: int | None = None) -> tuple[list[Floats], list[str]]:
     """The server's own log-probs of the responses, at temperature 1, as its current weights give them; and what of the
     server's settings is known to widen the mismatch.
@@ -127,11 +107,18 @@ def rescore(url: str, records: Sequence[Sample], vocab_size: int | None = None) 
     Raises InputError where the server does not answer or its answer does not fit.
     """
     from mismatch_plugin.config import MismatchWarning
+    from mismatch_plugin.sglang.client import GenerateError, RequestError, SGLangClient
 
-    sequences = [[*record.prompt_ids.tolist(), *record.response_ids.tolist()] for record in records]
+    async def ask() -> list[Floats]:
+        async with SGLangClient(url, retries=1, vocab_size=vocab_size) as client:
+            return await client.rescore([[*one.prompt_ids.tolist(), *one.response_ids.tolist()] for one in records])
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", MismatchWarning)
-        scored = _ask(url, "rescore", lambda client: client.rescore(sequences), vocab_size=vocab_size)
+        try:
+            scored = asyncio.run(ask())
+        except (GenerateError, RequestError, ValueError) as error:
+            raise InputError(f"the server at {shown(url)} does not rescore: {error}") from None
     found = [values[len(record.prompt_ids) :] for record, values in zip(records, scored, strict=True)]
     return found, [str(note.message) for note in caught if issubclass(note.category, MismatchWarning)]
 
@@ -168,93 +155,3 @@ def from_server(url: str, records: Sequence[Sample]) -> tuple[list[Sample], list
     samples = [with_training(sample, values, 1.0) for sample, values in zip(records, scored, strict=True)]
     what = f"the server at {shown(url)}, which rescored with its present weights at temperature 1"
     return samples, [*risks, f"training side: {what}"]
-
-
-PROMPTS = (
-    "Write a short story about a lighthouse keeper who finds a letter.",
-    "Solve step by step: a train travels 180 km in 2.5 hours. What is its average speed?",
-    "Explain why the sky is blue to a ten-year-old.",
-    "Write a Python function that returns the n-th Fibonacci number.",
-    "List the prime numbers between 50 and 100 and say how you found them.",
-    "Summarise the water cycle in five sentences.",
-    "What is 17 * 23 - 48 / 6? Show your work.",
-    "Translate into French: the weather will be better tomorrow morning.",
-)
-"""Sampled when nobody gives prompts and there is a tokenizer."""
-RANDOM_PROMPTS, RANDOM_LENGTH = 16, 12
-
-
-class Live(NamedTuple):
-    """How servers are sampled where there is no dump. prompts: a file with a JSON list of token ids, or a text, a line;
-    texts need a tokenizer in the checkpoint's folder."""
-
-    samples: int = 64
-    max_new_tokens: int = 128
-    temperature: float = 1.0
-    prompts: Path | None = None
-
-
-def sample_live(urls: Sequence[str], model: Checkpoint | None, live: Live) -> Dump:
-    """At least `live.samples` responses from every server, all of the same prompts, plain sampling without filters.
-
-    Raises InputError naming the server that does not answer, or what cannot be made into ids.
-    """
-    ids, note = _prompt_ids(live.prompts, model)
-    try:
-        sampling = SamplingParameters(temperature=live.temperature, max_new_tokens=live.max_new_tokens)
-    except ValidationError as error:
-        raise InputError(f"--{plain_error(error, SamplingParameters)}") from None
-    each, responses = max(1, -(-live.samples // len(ids))), list[Sample]()
-    settings = {"vocab_size": model and model.vocab, "rollout_log_prob_policy": "neutral"}
-    for number, url in enumerate(urls):
-        told = _ask(url, "sample", lambda client: client.generate(ids, sampling, samples_per_prompt=each), **settings)
-        responses += [one.with_fields(sample_id=f"live-{number}-{index}") for index, one in enumerate(told)]
-    what = f"{len(responses)} responses sampled now from {', '.join(map(shown, urls))}"
-    return Dump(responses, format="live", notes=(f"{what} at temperature {live.temperature:g}, {note}",))
-
-
-def _prompt_ids(path: Path | None, model: Checkpoint | None) -> tuple[list[list[int]], str]:
-    """Token ids of the prompts, and where they come from."""
-    tokenizer = None if model is None else _tokenizer(model.folder)
-    if path is not None:
-        try:
-            lines = [line for _, line in read_lines(path) if line.strip()]
-        except (OSError, ValueError) as error:
-            raise InputError(f"the prompts {path} cannot be read: {error}") from None
-        if not lines:
-            raise InputError(f"{path} holds no prompt: give a JSON list of token ids, or a text, a line.")
-        return [_ids_of(path, at, line, tokenizer) for at, line in enumerate(lines, start=1)], f"prompts of {path}"
-    if tokenizer is not None:
-        return [list(tokenizer(text)["input_ids"]) for text in PROMPTS], f"{len(PROMPTS)} built-in prompts"
-    if model is None:
-        raise InputError("sampling needs prompts: give --prompts FILE with token ids, --checkpoint, or a dump as PATH.")
-    drawn = np.random.default_rng(0).integers(0, model.vocab, (RANDOM_PROMPTS, RANDOM_LENGTH))
-    return drawn.tolist(), f"{RANDOM_PROMPTS} prompts of random ids: the checkpoint has no tokenizer"
-
-
-def _ids_of(path: Path, number: int, line: str, tokenizer: Any) -> list[int]:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        value = line
-    if isinstance(value, list) and value and all(type(token) is int and token >= 0 for token in value):
-        return value
-    if not isinstance(value, str):
-        raise InputError(f"{path}, line {number} is neither a JSON list of token ids nor a text: {line[:60]!r}.")
-    if tokenizer is None:
-        raise InputError(
-            f"{path}, line {number} is a text, and there is no tokenizer: give --checkpoint with one, or token ids."
-        )
-    return list(tokenizer(value)["input_ids"])
-
-
-def _tokenizer(folder: Path) -> Any:
-    """The checkpoint's tokenizer, None without one."""
-    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
-        return None
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"the tokenizer in {folder} cannot be loaded: {str(error)[:200]}") from None

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from mismatch_plugin.core.metrics.registry import PREFIX
-from mismatch_plugin.core.units import acting_bounds
 from mismatch_plugin.diagnose.detectors.run import NO_TRAINING
 from mismatch_plugin.diagnose.findings import Finding
 from mismatch_plugin.diagnose.flags import config_of, shortest_flags
@@ -17,16 +15,6 @@ from mismatch_plugin.report.table import NOTHING, figure
 ALTERNATIVES = 3
 TOO_FEW = "not enough tokens to tell"
 """How reasons of `findings.too_few` begin."""
-
-
-class Controls(NamedTuple):
-    """Where a setting is among the page's controls. mode: of the weights; `reject` where ratios are only rejected by.
-    lower, upper: bounds on ρ; None: there is none."""
-
-    level: str
-    mode: str
-    lower: float | None
-    upper: float | None
 
 
 def headline(diagnosis: Diagnosis) -> tuple[str, str]:
@@ -162,18 +150,3 @@ def chosen_predictions(diagnosis: Diagnosis) -> list[tuple[str, Prediction]]:
     first = [item for item in others if not (item.algorithm in used or used.add(item.algorithm))]
     rest = [item for item in others if item not in first]
     return [*marked, *(("", item) for item in [*first, *rest][:ALTERNATIVES])]
-
-
-def controls_of(settings: Mapping[str, object]) -> Controls | None:
-    """Which of the page's controls a setting is; None where it bounds no ratio, where its bounds grow with the length,
-    or where it is not understood."""
-    try:
-        config = config_of(settings)
-    except ValueError:
-        return None
-    bounds = acting_bounds(config)
-    if bounds is None or bounds.growth or not (config.weighted or config.rejects):
-        return None
-    mode = config.tis.mode if config.weighted else "reject"
-    lower = bounds.lower if mode != "truncate" and bounds.lower > 0 else None
-    return Controls(bounds.unit.level, mode, lower, bounds.upper if bounds.log_upper < 20 else None)
