@@ -31,9 +31,9 @@ to .085). Far is above what any sound pair has that is published; a mean of .2 t
 LOGIT_GAPS = {"float32": 0.003, "16 bits": 0.07, "quantised": 0.2}
 """Median logit gap to float32 that a side's precision explains. Measured with a tiny model: float32 1e-6; bf16 .013 to
 .038, p90 .065; int8 weights .06 to .1."""
-NOISE_FORMS = ((0.06, "bf16-like"), (0.2, "fp8- or int8-like"), (math.inf, "int6- to int4-like"))
-"""Logit noise in nats up to which a form is plausible. Measured on a tiny model: bf16 .015 to .055, int8 .04 to .1,
-int6 .14 to .4, int4 .8 to 2."""
+BF16_NOISE = 0.06
+"""Logit noise in nats that bf16 explains. Measured on a tiny model: bf16 .015 to .055, int8 .04 to .1, int6 .14 to .4,
+int4 .8 to 2."""
 SizeClass = Literal["exact", "small", "moderate", "large", "far"]
 UNEXPLAINED: FaultName = "unexplained"
 """What a far gap is called that no known fault explains."""

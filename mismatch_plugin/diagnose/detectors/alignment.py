@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mismatch_plugin.data.arrays import Floats
+from mismatch_plugin.data.arrays import Floats, Ints
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.diagnose.batch import Batch, Outcome
 from mismatch_plugin.diagnose.detectors.distance import CLIP, Comparison, average, between, compare, distances, told
@@ -286,3 +286,55 @@ def find_shift(batch: Batch) -> Outcome:
     why = f"mean |gap| (clipped at {CLIP:g}) {own:.3g} as paired, {other:.3g} if moved"
     lists = {one.index: {"train_log_probs": shifted(one.train_log_probs, lag, len(one))} for one, lag, _ in lagged}
     return _lag_findings(batch, [item[:2] for item in lagged], why), batch.with_values(lists)
+
+
+# Experts of a MoE model: did the trainer compute with those that the rollout engine computed with? -------------------
+
+REPLAYED, OWN_CHOICE = 0.999, 0.8
+"""Share of choices that agree where a trainer replays them: all but what a kernel may reorder; and where a checkpoint's
+own routers chose in float32: published pairs differ in some 10 % of choices."""
+REPLAY_FIX = (
+    "Replay the rollout's routes at their own positions: row t is of token t, and the last token has none. Where a "
+    "request was retracted and computed again, keep the routes of the run whose log-probs are kept. Rows that are "
+    "padded or missing at a pipeline stage replay one expert several times over."
+)
+
+
+def find_replay(batch: Batch) -> Outcome:
+    """Routes of both sides, where records hold them: the samples in which they differ. Also compared with the trainer's
+    row one earlier and one later."""
+    compared: list[tuple[Sample, list[float]]] = []
+    for sample in batch:
+        rollout, training = sample.routed_experts, sample.trained_experts
+        rows = len(sample.prompt_ids) - 1 + np.flatnonzero(sample.mask)  # row t computes the logits of token t + 1
+        rows = rows[rows >= 0]
+        if rollout is not None and training is not None and rollout.shape == training.shape and len(rows):
+            compared.append((sample, [_agreement(rollout, training, rows, by) for by in (0, -1, 1)]))
+    bar = OWN_CHOICE if batch.from_checkpoint else REPLAYED
+    wrong = [pair for pair in compared if pair[1][0] < bar]
+    if not wrong:
+        return [], batch
+    own, *neighbours = np.mean([shares for _, shares in wrong], axis=0)
+    shifted = max(neighbours)
+    evidence = (
+        f"In {len(wrong)} of {len(compared)} samples with routes of both sides {own:.1%} of the experts agree, where "
+        f"{bar:.1%} or more was expected. With the trainer's row one position "
+        f"{'earlier' if shifted == neighbours[0] else 'later'} {shifted:.1%} agree."
+    )
+    about = {
+        "of_samples": len(compared),
+        "statistics": {"agreement": float(own), "shifted": float(shifted)},
+        "confidence": "likely" if batch.from_checkpoint else "certain",
+    }
+    samples = [sample for sample, _ in wrong]
+    return [batch.finding("replay_off", "both", evidence, REPLAY_FIX, samples, **about)], batch
+
+
+def _agreement(ours: Ints, theirs: Ints, rows: Ints, by: int) -> float:
+    """Share of the experts in these rows that the other side has too, so many rows on: the smaller share, where an
+    expert is there twice. 0 without such a row."""
+    rows = rows[(rows + by >= 0) & (rows + by < len(theirs))]
+    if not len(rows):
+        return 0.0
+    same = ours[rows][..., :, None] == theirs[rows + by][..., None, :]
+    return float(np.minimum(same.any(axis=-1).mean(axis=-1), same.any(axis=-2).mean(axis=-1)).mean())

@@ -99,18 +99,17 @@ def _told(batch: Batch) -> Told:
     return [(sample, served) for sample in batch if (served := sample.served) is not None and sample.mask.any()]
 
 
-def note(batch: Batch) -> str | None:
-    """One sentence on who told what; None without the plugin."""
+def note(batch: Batch) -> list[str]:
+    """One sentence on who told what; nothing without the plugin."""
     told = [sample.served for sample in batch if sample.served is not None]
     if not told:
-        return None
+        return []
     found = dict.fromkeys(weights.fingerprint for served in told for weights in served.weights if weights.fingerprint)
     which = f"weights {', '.join([*found][:MOST_NAMES])}" + (", …" if len(found) > MOST_NAMES else "")
     sent = ", which are what the trainer sent" if weights_agree(batch) else ""
-    return (
-        f"the SGLang plugin told of {len(told)} of {len(batch)} samples: "
-        f"{few(served.worker for served in told)}; {which if found else 'no fingerprint of weights'}{sent}."
-    )
+    workers = few(served.worker for served in told)
+    which = which if found else "no fingerprint of weights"
+    return [f"the SGLang plugin told of {len(told)} of {len(batch)} samples: {workers}; {which}{sent}."]
 
 
 # Settings, caches, precision, clones ----------------------------------------------------------------------------------
