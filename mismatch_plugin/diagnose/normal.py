@@ -179,10 +179,10 @@ class Answer(NamedTuple):
     rows: tuple[Comparable, ...] = ()
 
 
-def normality(level: Mismatch, hints: Hints | None = None) -> Answer:
+def normality(level: Mismatch, hints: Hints) -> Answer:
     """Whether the gap is of a known size: at most LOOSE times the largest figure of its kind, for every figure known of
     the kind; in one sentence."""
-    pairs = pairs_like(hints or Hints())
+    pairs = pairs_like(hints)
     if level.abs_max == 0.0:
         return Answer(True, "an exact zero: both sides have the same log-probs, as aligned kernels give.")
     for pair in pairs:
@@ -214,8 +214,8 @@ def normal_table() -> Table:
         "k3 is the mean of ρ − 1 − log ρ, nats per token; KL is named so by its source. Most figures are of one run "
         f"and model: up to {LOOSE:g} times the largest of a kind counts as its size.",
         "this project: measured here on tiny models, not published. Reported as faults, so that nothing is normal by "
-        "them: mean |Δ log p| 0.369 of a MoE model without routing replay (miles #2722), 0.2 to 0.4 and growing to 0.036 "
-        "of dense ones (OpenClaw-RL #69, vime #64); k3 0.0087 of fp8 quantised otherwise on both sides (xtuner #2044).",
+        "them: mean |Δ log p| 0.369 of a MoE model without routing replay (miles #2722), 0.2 to 0.4 and growing to "
+        "0.036 of dense ones (OpenClaw-RL #69, vime #64); k3 0.0087 of fp8 quantised unlike (xtuner #2044).",
         "Bars of others: slime's CI mean |Δ log p| 0.1 (THUDM/slime#1968), SkyRL's CI for dense models 0.09 "
         "(NovaSky-AI/SkyRL#1408), NeMo-RL's recipes a mean KL of 0.0006 (routing replayed) to 0.004 (fp8).",
     )

@@ -222,10 +222,10 @@ def test_is_this_normal(abs_mean: float, k3_kl: float, options: tuple[str, ...],
 def test_what_was_measured_here_is_not_called_published_and_stale_rollouts_are_a_kind_of_their_own() -> None:
     said = "mean |Δ log p| 0.036 (ours 0.03), k3 0.0013 (ours 0.0008)"
     own = inspect(with_gaps(0.036, 1.3e-3), "--brief", "--trainer", "fp32")["normality"]
-    assert own == f"normal, within twice what is measured on our tiny models for bf16 engine, fp32 trainer: {said}."
+    assert own == f"normal, within twice the largest known for bf16 engine, fp32 trainer: {said}."
     for k3_kl, words in (
-        (0.03, "as measured on our tiny models for stale rollouts: k3 0.03 (published 0.0017 to "),
-        (0.005, "as published for stale rollouts: k3 0.005 (published 0.0017 to 0.0054, ours "),
+        (0.03, "as known for stale rollouts: k3 0.03 (published 0.0017 to "),
+        (0.005, "as known for stale rollouts: k3 0.005 (published 0.0017 to 0.0054, ours "),
     ):
         span = {"weight_versions": [WeightSpan(version="3", start=0, end=100)], "trainer_version": "7"}
         stale = [one.with_fields(**span) for one in with_gaps(0.05, k3_kl)]

@@ -17,7 +17,7 @@ from mismatch_plugin.data.versions import INITIAL_VERSION, version_number
 from mismatch_plugin.diagnose.batch import Batch, Outcome
 from mismatch_plugin.diagnose.detectors.distribution import PENALTY_FIX, TEMPERATURE_FIXES, TRUNCATION_FIXES
 from mismatch_plugin.diagnose.detectors.layers import OLD_FIX, delivered
-from mismatch_plugin.diagnose.findings import FaultName, Finding, Item, Place, Undecided, called
+from mismatch_plugin.diagnose.findings import FaultName, Finding, Item, Place, called
 
 MOST_NAMES = 4
 FIELDS = (
@@ -73,9 +73,6 @@ BEHIND_FIX = (
     "Send the present weights to {which} again and read what each update returned. Compare POST /weights_checker "
     '{{"action": "checksum"}} over all servers and workers, each asked directly; all should compute in one precision.'
 )
-_BY_FINGERPRINT: tuple[FaultName, ...] = (
-    "weights_not_updated", "weights_partly_updated", "stale_server", "label_reused", "other_weights",
-)  # fmt: skip
 Told = Sequence[tuple[Sample, Served]]
 Key = tuple[tuple[str, int | None], str | None]
 """A worker, and the label of its tokens."""
@@ -118,19 +115,11 @@ def note(batch: Batch) -> list[str]:
 def find_settings(batch: Batch) -> Outcome:
     """The temperature applied, filters, shifts and precision."""
     told, found = _told(batch), list[Item]()
-    cut = [
-        pair
-        for pair in told
-        if pair[1].filters and not (pair[0].sampling.greedy or pair[0].sampling.filtered)
-        if pair[0].behaviour_log_probs is None
-    ]
-    moved = [
-        pair for pair in told if pair[1].shifts and not (pair[0].sampling.penalised or pair[0].sampling.min_new_tokens)
-    ]
-    for fault, field, chosen, fix in (
-        ("truncation", "filters", cut, TRUNCATION_FIXES["recorded"]),
-        ("penalty", "shifts", moved, PENALTY_FIX),
+    for fault, field, fix in (
+        ("truncation", "filters", TRUNCATION_FIXES["recorded"]),
+        ("penalty", "shifts", PENALTY_FIX),
     ):
+        chosen = [pair for pair in told if getattr(pair[1], field) and not _recorded(pair[0], field)]
         if chosen:  # a default of the server or the model
             values = ", ".join(dict.fromkeys(value for _, served in chosen for value in getattr(served, field)))
             evidence = (
@@ -141,6 +130,14 @@ def find_settings(batch: Batch) -> Outcome:
             samples = [sample for sample, _ in chosen]
             found.append(batch.finding(fault, "rollout", evidence, fix, samples, confidence="certain"))
     return [*_temperature(batch, told), *found, *_differ(batch, told)], batch
+
+
+def _recorded(sample: Sample, field: str) -> bool:
+    """The record tells of filters, or of what shifts logits."""
+    asked = sample.sampling
+    if field == "shifts":
+        return asked.penalised or asked.min_new_tokens > 0
+    return asked.greedy or asked.filtered or sample.behaviour_log_probs is not None
 
 
 def _temperature(batch: Batch, told: Told) -> list[Item]:
@@ -364,19 +361,16 @@ def _names(pieces: Iterable[Piece]) -> str:
 
 
 def _half_done(batch: Batch, pieces: Sequence[Piece]) -> list[Item]:
-    """Tokens without a fingerprint: of a half done update, or of a server that cannot take any."""
+    """Tokens without a fingerprint, of a server that can take them: of a half done update."""
     able = {piece.served.worker for piece in pieces if piece.weights.fingerprint is not None or piece.served.update}
-    none = [piece for piece in pieces if piece.weights.fingerprint is None]
-    found: list[Item] = []
-    if half := [piece for piece in none if piece.served.worker in able]:
-        evidence = (
-            f"{_count(half)} tokens of {_names(half)} were sampled while a weight update was half done, or the server "
-            f"could not take a fingerprint (then its log says so)."
-        )
-        found.append(_finding(batch, "weights_partly_updated", evidence, HALF_FIX, half))
-    if unable := [piece for piece in none if piece.served.worker not in able]:
-        found.append(Undecided(faults=_BY_FINGERPRINT, reason=f"{_names(unable)} took no fingerprints of weights"))
-    return found
+    half = [piece for piece in pieces if piece.weights.fingerprint is None and piece.served.worker in able]
+    if not half:
+        return []
+    evidence = (
+        f"{_count(half)} tokens of {_names(half)} were sampled while a weight update was half done, or the server "
+        f"could not take a fingerprint (then its log says so)."
+    )
+    return [_finding(batch, "weights_partly_updated", evidence, HALF_FIX, half)]
 
 
 def _partly(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set[Key]]:
