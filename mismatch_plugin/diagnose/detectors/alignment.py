@@ -5,7 +5,7 @@ Ids tell it where both sides have them. Else: is there another pairing under whi
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -267,7 +267,6 @@ def find_shift(batch: Batch) -> Outcome:
     some = slice(None, None, max(1, len(candidates) // MAX_SWAP_SAMPLES))
     together = _best_lag(candidates[some], minimum=MIN_POOLED)
     alone = [_best_lag([sample]) for sample in candidates]
-    lags = Counter(best[0] for best in alone if best)
     lagged: list[tuple[Sample, int, Comparison]] = []
     for sample, best in zip(candidates, alone, strict=True):
         if best is not None:
@@ -276,10 +275,6 @@ def find_shift(batch: Batch) -> Outcome:
             followed = compare(distances(sample), moved(sample, together[0]))
             if followed.tokens < 2 or followed.other < followed.own:
                 lagged.append((sample, *together))
-        elif lags:  # or it follows the others if it fits far better
-            followed = compare(distances(sample), moved(sample, lags.most_common(1)[0][0]))
-            if followed.clearly_better(FACTOR, 0.0, MIN_GAIN_NATS):
-                lagged.append((sample, lags.most_common(1)[0][0], followed))
     if not lagged:
         return [], batch
     own, other, *_ = lagged[0][2]

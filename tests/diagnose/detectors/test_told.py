@@ -305,16 +305,9 @@ def routed(seed: int, trained: Ints | None, rollout: Ints | None = None) -> Samp
     )
 
 
-def filled(own: Ints) -> Ints:
-    own = own.copy()
-    own[ROWS // 2 :] = 0
-    return own
-
-
 OFF: dict[str, tuple[Callable[[Ints], Ints], str]] = {
     "one earlier": (lambda own: np.roll(own, -1, axis=0), "one position earlier 100.0% agree"),
     "one later": (lambda own: np.roll(own, 1, axis=0), "one position later 100.0% agree"),
-    "filled in": (filled, "99.9% or more was expected"),
     "of another layer": (lambda own: np.concatenate([own[:, :2], own[:, 1:2]], axis=1), "99.9% or more was expected"),
     "of another run": (lambda own: routes(77), "99.9% or more was expected"),
 }
