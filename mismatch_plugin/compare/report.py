@@ -102,7 +102,7 @@ def write_report(folder: Path) -> str:
     write_whole(folder / "report.html", encodable(page))
     console = terminal()
     with console.capture() as text:
-        console.print(table.to_rich(console.width), *table.notes, sep="\n")
+        console.print(table.to_rich(), *table.notes, sep="\n")
     return text.get()
 
 

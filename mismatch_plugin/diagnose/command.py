@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 CANNOT_READ = 2
 _dump = partial(typer.Option, rich_help_panel="Dump")
 _settings = partial(typer.Option, rich_help_panel="Your settings")
-_run = partial(typer.Option, rich_help_panel="Run's metrics")
 _output = partial(typer.Option, rich_help_panel="Output")
-_OF_RUNS = {"run", "show_all"}
-_OF_BOTH = {"path", "config", "preset", "flags", "host", "gate", "gate_kl", "out", "no_report", "as_json"}
+_OF_BOTH = {"path", "config", "preset", "flags", "gate", "gate_kl", "out", "no_report", "as_json"}
 
 
 class Precision(str, Enum):
@@ -31,7 +29,9 @@ class Precision(str, Enum):
 
 def inspect(
     context: typer.Context,
-    path: Annotated[Path, typer.Argument(help="A dump of samples, a folder of dumps, or a run's metrics.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A dump of samples, a folder of dumps, or a run's metrics.")
+    ],
     training: Annotated[Path | None, typer.Argument(metavar="TRAINING", help="The training side's own file.")] = None,
     checkpoint: Annotated[
         Path | None, _dump(help="Folder of the trainer's current weights (transformers): scores in float32.")
@@ -69,8 +69,9 @@ def inspect(
     no_report: Annotated[bool, _output("--no-report", help="Write neither page nor picture.")] = False,
     brief: Annotated[bool, _output("--brief", help="Findings and size alone: no prediction, no page.")] = False,
     as_json: Annotated[bool, _output("--json", help="Print one JSON object.")] = False,
-    run: Annotated[str | None, _run(help="Which run, where metrics hold several: part of its name.")] = None,
-    show_all: Annotated[bool, _run("--all", help="Print every metric.")] = False,
+    run: Annotated[
+        str | None, typer.Option(help="Which run, where metrics of runs hold several: part of its name.")
+    ] = None,
 ) -> None:
     """From a dump or a run's metrics to the cause, the setting and the flags.
 
@@ -113,23 +114,21 @@ def inspect(
             raise InputError(f"{path} is not there: give a dump, a folder of dumps, or a run's metrics.")
         own = own_settings(config, preset, flags)
         if kind_of(path) == "metrics":
-            _refuse(context, _OF_RUNS | _OF_BOTH, f"{path} holds a run's metrics")
+            _refuse(context, {"run"} | _OF_BOTH, f"{path} holds a run's metrics")
             plots = path / "plots" if path.is_dir() else path.with_name(f"{path.stem}_plots")
             status = inspect_run(
                 path,
-                None if own is None else (own, str(config or preset or flags)),
+                own,
                 run=run,
                 pictures=None if no_report else out or plots,
                 as_json=as_json,
-                host=host,
                 gated=gate or gate_kl is not None,
                 bar=gate_kl,
-                show_all=show_all,
             )
             raise typer.Exit(status)
         if (path / "settings.json").exists():
             raise InputError(f"{path} holds no step yet: a run writes its metrics there after its first step.")
-        _refuse(context, {*context.params} - _OF_RUNS, f"{path} is a dump")
+        _refuse(context, {*context.params} - {"run"}, f"{path} is a dump")
         if not checkpoint and not reference_checkpoint and "OMP_NUM_THREADS" not in os.environ:
             import torch
 

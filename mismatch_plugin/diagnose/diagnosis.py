@@ -23,7 +23,7 @@ from mismatch_plugin.diagnose.measure import figures_of, measure
 from mismatch_plugin.diagnose.normal import SMALL_K3, UNEXPLAINED, Hints, normality
 from mismatch_plugin.diagnose.normal import gate as judge_gate
 from mismatch_plugin.diagnose.packing import OF_PREDICTIONS, groups_of, packed_of, subset
-from mismatch_plugin.diagnose.predict import left_out, measurable, predict, predict_one
+from mismatch_plugin.diagnose.predict import lacking, predict, predict_one
 from mismatch_plugin.diagnose.recommend import recommend
 from mismatch_plugin.diagnose.result import VERDICTS, Diagnosis, Verdict
 from mismatch_plugin.diagnose.scorers import Checkpoint, from_checkpoint, from_server, with_reference
@@ -182,7 +182,11 @@ def diagnose_files(
     try:
         packed, notes = packed_of(batch)
         part, said = subset(packed)
-        metrics, size = measure(batch, packed, measurable(own or MismatchConfig(), packed))
+        groups = groups_of(batch, part)
+        if own is not None and (lack := lacking(own, packed, groups)):
+            said.append(f"your settings are not measured, nor predicted: the dump lacks {lack}")
+            own = None
+        metrics, size = measure(batch, packed, own or MismatchConfig())
     except (ValueError, ArithmeticError):  # numbers too broken to be measured: the finding is what counts
         if verdict != "fault":
             raise
@@ -193,23 +197,22 @@ def diagnose_files(
         return found.model_copy(
             update=told | {"histogram": histogram(part, MismatchConfig()), "notes": (*check.notes, *of_tokens)}
         )
-    bounds, groups = bounds_for(part), groups_of(batch, part)
+    bounds = bounds_for(part)
     predictions = predict(part, own, bounds, groups)
     figures = figures_of(packed, stale=stale, one_step=one_step, expensive_pass=expensive_pass)
     if all(item.fault != "moe_routing" for item in check.findings):  # near-certain tokens have a tail by themselves
         figures = replace(figures, tail=0.0)
     advice = None
     if verdict == "normal" or figures.k3_kl >= SMALL_K3:  # larger than such a pair's, and too small to be corrected
-        try_setting = partial(predict_one, part, groups=groups)
-        advice = recommend(figures, bounds, accepted=UNEXPLAINED in accept, predict=try_setting)
+        advice = recommend(figures, bounds, partial(predict_one, part, groups), accepted=UNEXPLAINED in accept)
     if advice is not None and all(item.setting != advice.setting for item in predictions):
-        predictions.append(predict_one(part, config_of(advice.settings), advice.setting, groups))
+        predictions.append(predict_one(part, groups, config_of(advice.settings), advice.setting))
     told |= {
         "predictions": tuple(predictions),
         "bounds": bounds,
         "recommendation": advice,
         "histogram": histogram(part, config_of(advice.settings) if advice else MismatchConfig()),
-        "notes": tuple(dict.fromkeys((*check.notes, *notes, *said, *left_out(part, own, groups is not None)))),
+        "notes": tuple(dict.fromkeys((*check.notes, *notes, *said))),
     }
     return found.model_copy(update=told)
 

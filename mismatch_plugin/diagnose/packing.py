@@ -22,7 +22,6 @@ from mismatch_plugin.diagnose.batch import Batch
 OF_PREDICTIONS = "predictions take 1, without settings whose criteria depend on the advantage"
 MAX_TOKENS = 500_000
 """Tokens on which settings are predicted; of more, a random part is taken."""
-_PIECE = 1 << 20
 
 
 def packed_of(batch: Batch) -> tuple[PackedSequences, list[str]]:
@@ -112,19 +111,18 @@ def _advantages(batch: Batch, samples: Sequence[Sample], packed: PackedSequences
     found = _given("advantages", samples, packed)
     if found is not None:
         return (found, "") if found.any() else (None, f"all advantages are 0, which trains nothing: {OF_PREDICTIONS}")
-    partly = "some tokens have no advantage, so none is used; " * any(s.advantages is not None for s in samples)
     if not all(map(_rewarded, samples)):
-        return None, f"{partly}there are no advantages, and no reward of every response: {OF_PREDICTIONS}"
-    groups, how = _groups([sample for sample in batch if _rewarded(sample)])
+        return None, f"there are no advantages of all tokens, and no reward of every response: {OF_PREDICTIONS}"
+    rewarded = [sample for sample in batch if _rewarded(sample)]
+    groups, how = _groups(rewarded)
     if len(set(groups.ids)) == len(groups.ids):
-        groups = Groups(groups.rewards, [0] * len(groups.ids))
-        how = "over the batch, for no two responses share a group or prompt"
+        groups, how = Groups(groups.rewards, [0] * len(groups.ids)), "over the batch, since no two share a group"
     values = group_advantages(groups.rewards, groups.ids)
     if not values.any():
-        return None, f"{partly}rewards are the same {how}: {OF_PREDICTIONS}"
-    of_sample = dict(zip([sample.index for sample in batch if _rewarded(sample)], values.tolist(), strict=True))
+        return None, f"rewards are the same {how}: {OF_PREDICTIONS}"
+    of_sample = dict(zip([sample.index for sample in rewarded], values.tolist(), strict=True))
     by_sample = torch.tensor([of_sample[sample.index] for sample in samples], dtype=torch.float64)
-    note = f"{partly}advantages are made of the rewards, centred and divided by their deviation {how}"
+    note = f"advantages are made of the rewards, centred and divided by their deviation {how}"
     return by_sample.repeat_interleave(torch.tensor(packed.lengths)), note
 
 
@@ -156,22 +154,22 @@ def groups_of(batch: Batch, packed: PackedSequences) -> Groups | None:
     return None if len(set(groups.ids)) == len(groups.ids) else groups
 
 
-def subset(packed: PackedSequences, tokens: int = MAX_TOKENS, seed: int = 0) -> tuple[PackedSequences, list[str]]:
-    """(whole responses drawn at random, in their order, of at most so many tokens; a note): all where they fit."""
+def subset(packed: PackedSequences) -> tuple[PackedSequences, list[str]]:
+    """(whole responses drawn at random, in their order, of at most MAX_TOKENS; a note): all where they fit."""
     total = sum(packed.lengths)
-    if total <= tokens:
+    if total <= MAX_TOKENS:
         return packed, []
     lengths = np.array(packed.lengths)
-    order = np.random.default_rng(seed).permutation(len(lengths))
-    count = max(int(np.searchsorted(np.cumsum(lengths[order]), tokens, side="right")), 1)
+    order = np.random.default_rng(0).permutation(len(lengths))
+    count = max(int(np.searchsorted(np.cumsum(lengths[order]), MAX_TOKENS, side="right")), 1)
     part = _responses(packed, np.sort(order[:count]))
     return part, [f"settings are predicted on {sum(part.lengths)} of {total} tokens: {count} responses drawn at random"]
 
 
-def pieces(packed: PackedSequences, tokens: int = _PIECE) -> Iterator[PackedSequences]:
-    """Whole responses one after the other, about so many tokens at a time: memory hardly grows with the batch."""
+def pieces(packed: PackedSequences) -> Iterator[PackedSequences]:
+    """Whole responses one after the other, about a million tokens at a time: memory hardly grows with the batch."""
     lengths = np.array(packed.lengths)
-    piece = (np.cumsum(lengths) - lengths) // tokens
+    piece = (np.cumsum(lengths) - lengths) // 2**20
     for number in np.unique(piece):
         yield packed if number == piece[-1] == 0 else _responses(packed, np.flatnonzero(piece == number))
 

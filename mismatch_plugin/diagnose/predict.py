@@ -12,7 +12,7 @@ from torch import Tensor
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.presets import PRESETS
 from mismatch_plugin.config.units import RS_LEVELS
-from mismatch_plugin.config.values import ignore_mismatch_warnings, merge
+from mismatch_plugin.config.values import ignore_mismatch_warnings
 from mismatch_plugin.core.correction import Correction, correct
 from mismatch_plugin.core.groups import group_advantages, group_metrics
 from mismatch_plugin.core.loss import token_loss
@@ -20,7 +20,7 @@ from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.segments import bounded_exp, segment_sum, spread
 from mismatch_plugin.diagnose.flags import config_of
-from mismatch_plugin.diagnose.levels import GROWN, KEPT, Bounds, LevelUnits, bounds_for, growing, levels_of, units_in
+from mismatch_plugin.diagnose.levels import GROWN, KEPT, Bounds, LevelUnits, growing, levels_of, units_in
 from mismatch_plugin.diagnose.packing import Groups
 from mismatch_plugin.diagnose.result import Prediction
 from mismatch_plugin.limits import SAFETY_BOUND
@@ -32,10 +32,7 @@ _KEEPS = f"(keeps {KEPT:.0%})"
 
 
 def predict(
-    packed: PackedSequences,
-    own: MismatchConfig | None = None,
-    bounds: Bounds | None = None,
-    groups: Groups | None = None,
+    packed: PackedSequences, own: MismatchConfig | None, bounds: Bounds, groups: Groups | None
 ) -> list[Prediction]:
     """What every setting would do in the first optimizer step on these data; the user's own settings come first.
 
@@ -52,16 +49,14 @@ def predict(
     What training reports, too, is read from the statistics that it reports: equal to the last digit for the same batch.
     In algorithms 1 and 3, and under `rs.policy` current, the training side is π_θ, which is π_old in the first step.
     Under `rs.group` exclude and drop the advantages are those of the accepted responses. A dry run is predicted as if
-    it were none. bounds: `bounds_for` these tokens, where the caller has it. groups: `packing.groups_of` them.
+    it were none. own: nothing of it is `lacking`. bounds: `bounds_for` these tokens. groups: `packing.groups_of` them.
     Raises InvalidLogProbError, ValueError as `correct`.
     """
     data = _Data(packed, groups)
-    return [data.prediction(*setting) for setting in settings_for(packed, own, bounds or bounds_for(packed))]
+    return [data.prediction(*setting) for setting in settings_for(packed, own, bounds)]
 
 
-def predict_one(
-    packed: PackedSequences, config: MismatchConfig, name: str = "", groups: Groups | None = None
-) -> Prediction:
+def predict_one(packed: PackedSequences, groups: Groups | None, config: MismatchConfig, name: str = "") -> Prediction:
     """`predict` for one setting alone."""
     return _Data(packed, groups).prediction(name, config.model_dump(mode="json", exclude_unset=True), config)
 
@@ -69,17 +64,17 @@ def predict_one(
 # Which settings ------------------------------------------------------------------------------------------------------
 
 Setting = tuple[str, dict[str, Any], MismatchConfig]
-"""(name, settings as a file for --mismatch-config has them, what of them these data can tell)."""
+"""(name, settings as a file for --mismatch-config has them, the same)."""
 
 
 def settings_for(packed: PackedSequences, own: MismatchConfig | None, bounds: Bounds) -> Iterator[Setting]:
-    """The user's own, every preset, and every algorithm × level × mode at two bounds: a constant, and what keeps 99 %
-    of these data, the same for all lengths and growing with them. Without weights the bounds are those of a ratio
-    criterion. Objectives of algorithm 1, whose clip acts at once.
+    """The user's own, every preset, and every level × mode of algorithm 2 (which 3 shares in the first step) at two
+    bounds: a constant, and what keeps 99 % of these data, the same for all lengths and growing with them. Ratio
+    criteria of algorithm 0 at the same bounds. Objectives of algorithm 1, whose clip acts at once.
 
     Without advantages no setting whose criteria need them."""
     if own is not None:
-        yield OWN, own.model_dump(mode="json", exclude_unset=True), measurable(own, packed)
+        yield OWN, own.model_dump(mode="json", exclude_unset=True), own
     for name, settings in (*_of_presets(bounds), *_of_bounds(packed, bounds)):
         config = config_of(settings)
         if packed.advantages is not None or not config.needs_advantages:
@@ -116,14 +111,11 @@ def _of_bounds(packed: PackedSequences, bounds: Bounds) -> Named:
             for mode in ("truncate", "clip", "mask"):
                 tis: dict[str, Any] = {"level": level, "mode": mode, "upper_bound": upper}
                 shown = f"{upper:.7g}{note}" if mode == "truncate" else between
-                for algorithm in (2, 3):
-                    given = tis if mode == "truncate" else {**tis, "lower_bound": lower}
-                    yield _setting(algorithm, f"{level}, {mode} {shown}", {"tis": given})
+                tis |= {} if mode == "truncate" else {"lower_bound": lower}
+                yield _setting(2, f"{level}, {mode} {shown}", {"tis": tis})
             if level in RS_LEVELS:
-                rule = {"aggregate": level, "statistic": "ratio", "lower_bound": lower}
-                for algorithm in (0, 1):
-                    rs = {"criteria": [{**rule, "upper_bound": upper}]}
-                    yield _setting(algorithm, f"reject {level} ratio outside {between}", {"rs": rs})
+                rule = {"aggregate": level, "statistic": "ratio", "lower_bound": lower, "upper_bound": upper}
+                yield _setting(0, f"reject {level} ratio outside {between}", {"rs": {"criteria": [rule]}})
     for level, name in growing(packed).items():
         lower, upper = bounds[name]
         tis = {"level": level, "lower_bound": lower, "upper_bound": upper, "bound_growth": GROWN}
@@ -131,9 +123,7 @@ def _of_bounds(packed: PackedSequences, bounds: Bounds) -> Named:
             name = f"{level}, {mode} {lower:.7g} to {upper:.7g}, growth {GROWN:g} {_KEEPS}"
             yield _setting(2, name, {"tis": {**tis, "mode": mode}})
     rule = {"aggregate": "sequence_mean", "statistic": "k3", "upper_bound": bounds["sequence_mean_k3"][1]}
-    for algorithm in (0, 1):
-        name = f"reject sequence_mean k3 above {rule['upper_bound']:g} {_KEEPS}"
-        yield _setting(algorithm, name, {"rs": {"criteria": [rule]}})
+    yield _setting(0, f"reject sequence_mean k3 above {rule['upper_bound']:g} {_KEEPS}", {"rs": {"criteria": [rule]}})
     for objective in ("gspo", "cispo", "sapo", "gmpo"):
         yield _setting(1, f"objective {objective}", {"objective": objective})
 
@@ -143,40 +133,21 @@ def _setting(algorithm: int, name: str, settings: dict[str, Any]) -> tuple[str, 
     return f"algorithm {algorithm}, {name}", {key: True for key, on in switches.items() if on} | settings
 
 
-def _lacks_versions(config: MismatchConfig, packed: PackedSequences) -> bool:
-    return config.rs.max_staleness is not None and (packed.weight_versions is None or packed.trainer_version is None)
-
-
-def measurable(config: MismatchConfig, packed: PackedSequences) -> MismatchConfig:
-    """The settings without what needs advantages (conditions, weights by their sign), and the limit that needs
-    versions, that are not there."""
-    rs: dict[str, Any] = {"max_staleness": None} if _lacks_versions(config, packed) else {}
-    tis: dict[str, Any] = {}
+def lacking(config: MismatchConfig, packed: PackedSequences, groups: Groups | None) -> str:
+    """What these settings need and these data do not have; "" where they can be predicted."""
     if config.needs_advantages and packed.advantages is None:
-        criteria = [each for each in config.rs.criteria if not each.conditional]
-        rs["criteria"] = [each.model_dump(exclude_unset=True) for each in criteria]
-        if config.weighs_by_sign:
-            tis = {"lower_bound_positive": None, "upper_bound_positive": None}
-            tis |= {"mode": "truncate"} if config.tis.mode == "gamma" else {}
-    return config_of(merge(config.model_dump(exclude_unset=True), {"rs": rs, "tis": tis})) if rs else config
-
-
-def left_out(packed: PackedSequences, own: MismatchConfig | None, grouped: bool) -> tuple[str, ...]:
-    """What of the user's own settings is not predicted, and why. grouped: rewards and groups are there."""
-    notes: list[str] = []
-    own = own or MismatchConfig()
-    if _lacks_versions(own, packed):
-        notes.append("rs.max_staleness of your settings is not predicted: some tokens or the trainer have no version")
-    if own.rs.group != "keep" and not grouped:
-        notes.append(f"rs.group {own.rs.group} of your settings is predicted as keep: there are no groups with rewards")
-    return tuple(notes)
+        return "advantages"
+    untold = packed.weight_versions is None or packed.trainer_version is None
+    if config.rs.max_staleness is not None and untold:
+        return "weight versions of all tokens and of the trainer"
+    return "groups with rewards" if config.rs.group != "keep" and groups is None else ""
 
 
 # What they do --------------------------------------------------------------------------------------------------------
 
 
 class _Data:
-    """What all settings share: advantages, reference ratios, shares of tokens, and what was computed already.
+    """What all settings share: advantages, reference ratios of a level, shares of tokens, what a clip does.
 
     signs: indicator of tokens with A > 0 and with A < 0, and how many they are, where there are any.
     """
@@ -193,33 +164,25 @@ class _Data:
             for name, mask in (("kept_positive", self.advantages_T > 0), ("kept_negative", self.advantages_T < 0)):
                 if count := float(mask.sum()):
                     self.signs[name] = mask.to(self.advantages_T.dtype), count
-        self.known: dict[str, dict[str, Any]] = {}
-        self._last: tuple[str, Correction] | None = None
         self._clips: dict[str, Tensor] = {}
         self._levels: dict[str, tuple[LevelUnits, float, float, float]] = {}
 
     def prediction(self, name: str, settings: dict[str, Any], config: MismatchConfig) -> Prediction:
-        # In the first step algorithms 0 and 1, and 2 and 3, share weights and decisions; the clip of 1 is its own.
-        decides = {"tis", "rs", "use_tis", "rollout_log_prob_policy"}
-        shared = f"{config.model_dump(include=decides)} {config.uses_rollout_values}"
-        key = f"{shared} {config.objective} {config.ppo}" if config.algorithm == 1 else shared
-        if key not in self.known:
-            with ignore_mismatch_warnings():  # without weights only the counts are read
-                applied = config.replace(metrics="basic" if config.weighted else "off", dry_run=False)
-            data = self
-            if applied.rs.group != "keep" and self.groups is not None:
-                kept_N = correct(self.packed, applied).kept_N
-                least = applied.rs.least_accepted
-                advantages_N = group_advantages(self.groups.rewards, self.groups.ids, kept_N, min_accepted=least)
-                advantages_T = spread(advantages_N, self.packed.sequence_index)
-                data = _Data(self.packed.replace(advantages=advantages_T), self.groups)
-            if data._last is None or data._last[0] != shared:
-                data._last = None  # its memory is free before the next one needs as much
-                data._last = shared, correct(data.packed, applied, log_probs=data.packed.old_log_probs)
-            self.known[key] = data._figures(applied, data._last[1])
-        second_pass, own = not config.use_rollout_log_probs, name == OWN
-        given = {"algorithm": config.algorithm, "second_pass": second_pass, "own": own, **self.known[key]}
-        return Prediction(setting=name, settings=settings, **given)
+        with ignore_mismatch_warnings():  # without weights only the counts are read
+            applied = config.replace(metrics="basic" if config.weighted else "off", dry_run=False)
+        data = self
+        if applied.rs.group != "keep" and self.groups is not None:
+            kept_N, least = correct(self.packed, applied).kept_N, applied.rs.least_accepted
+            advantages_N = group_advantages(self.groups.rewards, self.groups.ids, kept_N, min_accepted=least)
+            data = _Data(self.packed.replace(advantages=spread(advantages_N, self.packed.sequence_index)), self.groups)
+        return Prediction(
+            setting=name,
+            settings=settings,
+            algorithm=config.algorithm,
+            second_pass=not config.use_rollout_log_probs,
+            own=name == OWN,
+            **data._figures(applied, correct(data.packed, applied, log_probs=data.packed.old_log_probs)),
+        )
 
     def level(self, name: str) -> tuple[LevelUnits, float, float, float]:
         """Its units; Σ ρ A and Σ |ρ A| over them, ρ before bounding, at geometric level, whose mean is no ratio of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -222,40 +222,37 @@ ADDITIONS = (
 
 
 def recommend(
-    figures: Figures,
-    bounds: Bounds | None = None,
-    *,
-    accepted: bool = False,
-    predict: Callable[[MismatchConfig], Prediction] | None = None,
+    figures: Figures, bounds: Bounds, predict: Callable[[MismatchConfig], Prediction], accepted: bool
 ) -> Recommendation | None:
-    """The setting of the first rule that holds and whose setting keeps LEAST_KEPT of these tokens.
+    """The setting of the first rule that holds and whose setting keeps LEAST_KEPT of these tokens, by its own bounds or
+    by those from the data.
 
-    A setting that may reject is taken only with a prediction that says so, or with bounds from the data in place of its
-    own. accepted: a mismatch as strong as no sound pair has is meant. Else it has a cause to be found, and there is no
+    accepted: a mismatch as strong as no sound pair has is meant. Else it has a cause to be found, and there is no
     setting; nor where no rule holds.
     """
     for rule in (rule for rule in RULES if rule.holds(figures)):
         if rule.name == "strong" and not accepted:
             return None
         config, name, reasons = rule.config, rule.setting, [rule.reason]
-        found = predict(config) if predict is not None else None
-        if rule.data_bounds or (found.kept < LEAST_KEPT if found is not None else config.rejects):
-            if bounds is None or rule.bounds not in bounds:
+        found = predict(config)
+        if rule.data_bounds or found.kept < LEAST_KEPT:
+            if rule.bounds not in bounds:
                 continue
             lower, upper = bounds[rule.bounds]
             rs = {"criteria": [f"sequence_mean:ratio:{lower!r}:{upper!r}"]}
             tis = {"lower_bound": lower, "upper_bound": upper}
-            own = f"; the preset's own would keep {found.kept:.0%}" if found is not None else ""
+            reasons.append(
+                f"bounds {lower:g} and {upper:g} on the {rule.bounds} ratio keep {KEPT:.0%} of your data; the preset's "
+                f"own would keep {found.kept:.0%}"
+            )
             with ignore_mismatch_warnings():
                 config = config.replace(**({"rs": rs} if rule.bounds == "geometric" else {"tis": tis}))
-            found = predict(config) if predict is not None else None
-            if found is not None and found.kept < LEAST_KEPT:
+            found = predict(config)
+            if found.kept < LEAST_KEPT:
                 continue
             name += ", bounds from your data"
-            ratio = f"bounds {lower:g} and {upper:g} on the {rule.bounds} ratio"
-            reasons.append(f"{ratio} keep {KEPT:.0%} of your data{own}")
         for item in ADDITIONS:
-            if found is None or predict is None or not (changes := item.changes(figures, found)):
+            if not (changes := item.changes(figures, found)):
                 continue
             try:
                 with ignore_mismatch_warnings():
@@ -266,42 +263,36 @@ def recommend(
                 config, found = changed, more
                 name += f", {item.name} {changes['rs'][item.name]}"
                 reasons.append(f"{item.run}: {item.reason}")
-        return _recommendation(f"{rule.run}: ", name, figures, config, found, reasons)
-    return None
-
-
-def _recommendation(
-    run: str, name: str, figures: Figures, config: MismatchConfig, found: Prediction | None, reasons: list[str]
-) -> Recommendation:
-    """With why, and what to look at in the first ten steps with the values to expect."""
-    longest = f", longest response {figures.max_length:,.0f} tokens" if figures.max_length < math.inf else ""
-    reasons = [f"{run}k3 {figure(figures.k3_kl, 2)} nats per token{longest}", *reasons]
-    grown = max(GROWN * figures.k3_kl, SMALL_K3 / 10)  # rounding may double
-    watch = [
-        f"{PREFIX}k3_kl near {figure(figures.k3_kl, 2)}; above {figure(grown, 2)} something has "
-        f"changed (weights that did not arrive, a filter, a temperature)"
-    ]
-    if found is not None:
-        reasons.append(
+        size = f"k3 {figure(figures.k3_kl, 2)} nats per token, longest response {figures.max_length:,.0f} tokens"
+        predicted = (
             f"on your data: {found.kept:.1%} of the tokens kept, mean weight {figure(found.mean_weight)}, "
             f"effective sample size {found.ess:.0%}"
         )
-        after = f"{PREFIX}rollout_is_weight_after_"
-        if config.weighted:
-            of = config.unit.ess
-            watch.append(f"{after}mean near {found.mean_weight:.3g}; below 0.5 the step shrinks")
-            watch.append(f"{after}{of}eff_sample_size near {found.ess:.2g}; below 0.3 few units lead")
-        if config.rejects:
-            watch.append(f"{PREFIX}accepted_token_fraction near {found.kept:.3g}; below 0.9 widen the bounds")
-    preset = preset_of(config)
-    return Recommendation(
-        setting=preset or name,
-        preset=preset,
-        settings=config.model_dump(mode="json", exclude_unset=True),
-        flags={host: flags_for(config, host) for host in HOSTS},
-        reasons=tuple(reasons),
-        watch=tuple(watch),
+        preset = preset_of(config)
+        return Recommendation(
+            setting=preset or name,
+            preset=preset,
+            settings=config.model_dump(mode="json", exclude_unset=True),
+            flags={host: flags_for(config, host) for host in HOSTS},
+            reasons=(f"{rule.run}: {size}", *reasons, predicted),
+            watch=tuple(_watch(figures, config, found)),
+        )
+    return None
+
+
+def _watch(figures: Figures, config: MismatchConfig, found: Prediction) -> Iterator[str]:
+    """What to look at in the first ten steps, with the values to expect."""
+    grown = max(GROWN * figures.k3_kl, SMALL_K3 / 10)  # rounding may double
+    yield (
+        f"{PREFIX}k3_kl near {figure(figures.k3_kl, 2)}; above {figure(grown, 2)} something has "
+        f"changed (weights that did not arrive, a filter, a temperature)"
     )
+    if config.weighted:
+        after = f"{PREFIX}rollout_is_weight_after_"
+        yield f"{after}mean near {found.mean_weight:.3g}; below 0.5 the step shrinks"
+        yield f"{after}{config.unit.ess}eff_sample_size near {found.ess:.2g}; below 0.3 few units lead"
+    if config.rejects:
+        yield f"{PREFIX}accepted_token_fraction near {found.kept:.3g}; below 0.9 widen the bounds"
 
 
 def rules_table() -> Table:

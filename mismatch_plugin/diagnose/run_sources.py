@@ -9,14 +9,13 @@ from __future__ import annotations
 import csv
 import io
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from mismatch_plugin.core.metrics.registry import PREFIX
-from mismatch_plugin.files import read_lines, read_text, validate_regular_file
+from mismatch_plugin.files import read_lines, read_text
 from mismatch_plugin.hooks.hosts import HOSTS
 from mismatch_plugin.report.log import METRICS, number_in, read_steps, record_in
 
@@ -32,9 +31,6 @@ _SPREAD = ("__MIN", "__MAX")
 _LOOKED_AT = 20
 """Lines of a JSONL file: a tracker's export may begin with steps that hold nothing of ours."""
 _LISTED = 8
-_ACCEPTED = (
-    "a metrics.jsonl, a CSV or JSONL export of W&B, TensorBoard events, or a folder that holds one of them or CSVs"
-)
 
 ABS_GAP = "log_ratio_abs_mean"
 """Mean |log π_train − log π_rollout| of the tokens, nats: others record it, the plugin itself does not."""
@@ -46,13 +42,12 @@ KNOWN = {name: ours for host in HOSTS.values() for name, ours in host.metrics.it
 @dataclass(frozen=True)
 class Source:
     """rows: the metrics of each step under our names, which begin with `rollout_corr/`. numbers: the steps. path: what
-    was read. notes: what its reader must know. host: the trainer whose names it has, where it has launch flags."""
+    was read. notes: what its reader must know."""
 
     rows: tuple[dict[str, float], ...]
     numbers: tuple[float, ...]
     path: Path
     notes: tuple[str, ...] = ()
-    host: str | None = None
 
 
 class _Column(NamedTuple):
@@ -83,9 +78,9 @@ def _files(path: Path) -> tuple[Literal["lines", "csv", "events"], list[Path]]:
         return "events" if _EVENTS in path.name else "csv" if path.suffix.lower() in _CSV else "lines", [path]
     if (path / METRICS).is_file():
         return "lines", [path / METRICS]
-    if events := sorted(file for file in path.rglob(f"*{_EVENTS}*") if not file.is_dir()):
+    if events := sorted(path.rglob(f"*{_EVENTS}*")):
         return "events", events
-    files = sorted(file for file in path.iterdir() if not file.name.startswith("."))
+    files = sorted(path.iterdir())
     holds_dump = any(file.suffix.lower() in _DUMPS for file in files)
     return "csv", [] if holds_dump else [file for file in files if file.suffix.lower() in _CSV]
 
@@ -117,49 +112,36 @@ def kind_of(path: Path) -> Literal["metrics", "dump"]:
     return "metrics" if numbers else "dump"
 
 
-def read_source(path: str | Path, run: str | None = None) -> Source:
+def read_source(path: Path, run: str | None = None) -> Source:
     """Read a run's metrics. run: text that tells one run or family from others in what stands before a metric's name.
 
     Raises ValueError naming the file where it cannot be read, holds several runs, or nothing that is known.
     """
-    path, notes = Path(path), list[str]()
-    if not path.exists():
-        raise ValueError(f"{path} is not there: give {_ACCEPTED}.")
     form, files = _files(path)
     folders = sorted({file.parent for file in files})
-    if not files:
-        raise ValueError(f"{path} holds neither {METRICS} nor TensorBoard events nor CSVs: give {_ACCEPTED}.")
     if len(folders) > 1:
         listed = _listed(str(folder.relative_to(path)) for folder in folders)
         raise ValueError(f"{path} holds TensorBoard events of {len(folders)} runs: give one of {listed}.")
-    charts = form == "csv" and path.is_dir()
-    path = files[0] if form == "lines" else folders[0] if path.is_dir() else path
-    try:
-        for file in files:
-            validate_regular_file(file)
-        if form == "events":
-            rows = _events(path, files, notes)
-        elif form == "csv":
-            rows = _charts(files) if charts else _csv(path)
-        else:
-            rows = list(read_steps(path))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}. Give {_ACCEPTED}.") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text: {error}. Give {_ACCEPTED}.") from None
+    if form == "events":
+        path = folders[0] if path.is_dir() else path
+        rows = _events(path)
+    elif form == "csv":
+        rows = _charts(files) if path.is_dir() else _csv(path)
+    else:
+        path = files[0]
+        rows = list(read_steps(path))
+    notes = list[str]()
     columns = _columns(path, rows, run)
     if any(column.rank for column in columns):
         renamed = [f"{c.metric} as {ours}" for c in columns if (ours := c.ours.removeprefix(PREFIX)) not in c.metric]
         also = f": {_listed(renamed)}" if renamed else ""
         notes.append(f"metrics of the trainer itself are read under our names{also} (docs/metric_names.md)")
-    recorded = {column.metric for column in columns}
-    host = next((name for name, host in HOSTS.items() if recorded & host.metrics.keys()), None)
     names = {column.before + column.metric: column.ours for column in columns}
     kept = [(index, row) for index, row in enumerate(rows, start=1) if not names.keys().isdisjoint(row)]
     steps = _step_name([row for _, row in kept])
     numbers = tuple(row[steps] if steps else float(index) for index, row in kept)
     ours = tuple({names[name]: value for name, value in row.items() if name in names} for _, row in kept)
-    return Source(ours, numbers, path, tuple(notes), host)
+    return Source(ours, numbers, path, tuple(notes))
 
 
 def _columns(path: Path, rows: Rows, run: str | None) -> list[_Column]:
@@ -209,25 +191,12 @@ def _listed(names: Iterable[str]) -> str:
 def _csv(path: Path) -> Rows:
     text = io.StringIO(read_text(path, encoding="utf-8-sig"), newline="")
     reader = csv.DictReader(text, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
-    begun, rows = 1, []
     try:
-        header = list(reader.fieldnames or ())
-        if twice := next((name for name in header if name and header.count(name) > 1), None):
-            raise ValueError(f"{path} has the column {twice} twice: give an export in which it is there once.")
-        begun = reader.line_num + 1
-        for cells in reader:
-            if None in cells:
-                raise ValueError(
-                    f"{path}, line {reader.line_num} has more cells than the {len(header)} columns: is it cut, or not "
-                    f"separated by commas?"
-                )
-            rows.append({name: value for name, cell in cells.items() if (value := number_in(cell)) is not None})
-            begun = reader.line_num + 1
+        return [
+            {name: value for name, cell in cells.items() if (value := number_in(cell)) is not None} for cells in reader
+        ]
     except csv.Error as error:
-        raise ValueError(
-            f"{path}, line {begun} is no line of a CSV file: {error}. Is the file cut, or a quote not closed?"
-        ) from None
-    return rows
+        raise ValueError(f"{path} is no CSV file: {error}. Is it cut, or a quote not closed?") from None
 
 
 def _charts(files: Sequence[Path]) -> Rows:
@@ -245,64 +214,35 @@ def _charts(files: Sequence[Path]) -> Rows:
             raise ValueError(f"{file} counts by {steps}, another by {axis}: export all charts over one x axis.")
         axis = steps
         for row in rows:
-            held = merged.setdefault(row[steps], {})
-            for name, value in row.items():
-                if str(held.setdefault(name, value)) != str(value):  # as text, since NaN is not NaN
-                    raise ValueError(
-                        f"{file}: {name} is {value:g} at step {row[steps]:g}, in another file {held[name]:g}: "
-                        f"leave one of them out."
-                    )
+            merged.setdefault(row[steps], {}).update(row)
     return [merged[step] for step in sorted(merged)] or unknown
 
 
-def _events(path: Path, files: Sequence[Path], notes: list[str]) -> Rows:
-    """The scalars of event files. A resumed run writes another file: where files have a known tag in common, the later
-    one counts from its first step on. notes: gets what was left out.
-
-    Raises ValueError where two of them begin at the same step, as of two runs, and where tensorboard is not installed.
-    """
+def _events(path: Path) -> Rows:
+    """The scalars of one run's event files. Where a resumed run went back, its own count, and what came behind the step
+    from which it resumed does not."""
     try:
-        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
-        from tensorboard.compat.tensorflow_stub.errors import DataLossError, OutOfRangeError
-        from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
         from tensorboard.util.tensor_util import make_ndarray
     except ImportError:
         raise ValueError(
             f"{path} holds TensorBoard events, and tensorboard is not installed: pip install 'mismatch-plugin[lab]'."
         ) from None
+    events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    tags = events.Tags()
+    columns = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags["scalars"]}
+    for tag in tags["tensors"]:  # numbers of newer writers are tensors
+        arrays = [(event.step, make_ndarray(event.tensor_proto)) for event in events.Tensors(tag)]
+        columns[tag] = [(step, float(a.reshape(()))) for step, a in arrays if a.size == 1 and a.dtype.kind in "biuf"]
     rows: dict[int, dict[str, float]] = {}
-    # A name has when its writer began, its host, process and number: 10 comes after 9.
-    for file in sorted(files, key=lambda file: [int(part) for part in re.findall(r"\d+", file.name)]):
-        new: dict[int, dict[str, float]] = {}
-        reader = PyRecordReader_New(str(file))
-        try:
-            while True:
-                reader.GetNext()
-                event = Event.FromString(reader.record())
-                for value in event.summary.value:
-                    if value.HasField("simple_value"):
-                        new.setdefault(event.step, {})[value.tag] = value.simple_value
-                    elif value.HasField("tensor"):
-                        array = make_ndarray(value.tensor)
-                        if array.size == 1 and array.dtype.kind in "biuf":
-                            new.setdefault(event.step, {})[value.tag] = float(array.reshape(()))
-        except OutOfRangeError:  # its end
-            pass
-        except DataLossError:
-            where = f"after step {max(new)}" if new else "before its first step"
-            notes.append(f"{file.name} is cut or damaged {where}: nothing behind that was read")
-        tags = {tag for row in rows.values() for tag in row}
-        if any(tag in tags and _column(tag) for row in new.values() for tag in row):
-            if min(new) <= min(rows):
-                raise ValueError(
-                    f"{path}: {file.name} begins at step {min(new)}, as an earlier file does. Two runs? Give one of "
-                    f"the files."
-                )
-            if void := [step for step in rows if step >= min(new)]:
-                notes.append(f"{len(void)} steps before a resume are in {file.name} again: its own count")
-            rows = {step: values for step, values in rows.items() if step < min(new)}
-        for step, values in new.items():
-            rows[step] = rows.get(step, {}) | values
+    for tag, values in columns.items():
+        kept: list[tuple[int, float]] = []
+        for step, value in values:
+            while kept and kept[-1][0] >= step:
+                kept.pop()
+            kept.append((step, value))
+        for step, value in kept:
+            rows.setdefault(step, {"step": float(step)})[tag] = value
     if not rows:
         raise ValueError(f"{path} holds no events with a number: it is damaged, or its writer has written none yet.")
-    return [{**rows[step], "step": float(step)} for step in sorted(rows)]
+    return [rows[step] for step in sorted(rows)]

@@ -16,15 +16,11 @@ from mismatch_plugin.config.documents import read_mapping
 from mismatch_plugin.core.health import HealthWarning, check_health
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.diagnose import normal
-from mismatch_plugin.diagnose.measure import Figures
 from mismatch_plugin.diagnose.normal import gate
-from mismatch_plugin.diagnose.recommend import recommend
 from mismatch_plugin.diagnose.result import Verdict
 from mismatch_plugin.diagnose.run_sources import ABS_GAP, Source, read_source
-from mismatch_plugin.diagnose.words import neutral_flags
 from mismatch_plugin.report.log import METRICS, SETTINGS, to_json
-from mismatch_plugin.report.state import merged_metrics
-from mismatch_plugin.report.table import NOTHING, Table, compact, figure, printable
+from mismatch_plugin.report.table import NOTHING, Table, figure, printable
 from mismatch_plugin.report.terminal import terminal
 
 Row = Mapping[str, float]
@@ -45,7 +41,7 @@ SHORT = (
     *("rollout_is_ratio_mean", "rollout_is_ratio_eff_sample_size", "rollout_is_weight_after_mean"),
     *("rollout_is_weight_after_eff_sample_size", "accepted_token_fraction"),
 )
-"""What the screen shows unless it is asked for all."""
+"""What the screen shows."""
 _WORDS = (
     *("small mismatch, as of two engines in one precision", "moderate mismatch", "noticeable mismatch"),
     "large mismatch",
@@ -58,6 +54,7 @@ _MOVES = (
     "of each rollout shows what lies between the engines alone."
 )
 _NONE_LEFT = f"{PREFIX}all_rejected"
+_TOKENS = f"{PREFIX}tokens"
 _MANY = 10**9
 """Tokens of a run that did not record them: the gate decides by k3_kl alone."""
 MIN_STEPS = 20
@@ -98,21 +95,20 @@ def trends_of(numbers: Sequence[float], rows: Sequence[Row]) -> list[Trend]:
         if len(steps) < MIN_STEPS:
             continue
         values, size = np.array([values_of[step] for step in steps]), judged(len(steps))
-        first, last = values[:size], values[-size:]
-        before, after, low = float(np.median(first)), float(np.median(last)), np.quantile(first, 0.9)
-        if after >= MIN_GROWTH * before and np.quantile(last, 0.1) > low:
+        before, after, low = np.median(values[:size]), np.median(values[-size:]), np.quantile(values[:size], 0.9)
+        if after >= MIN_GROWTH * before and np.quantile(values[-size:], 0.1) > low:
             width = max(3, min(size // 10, 50))  # neighbours whose median tells, so that single steps do not
             medians = np.median(np.lib.stride_tricks.sliding_window_view(values, width), axis=1)
             began = int(np.flatnonzero(medians <= low)[-1]) + width // 2 + 1
-            found.append(Trend(metric, before, after, steps[began]))
+            found.append(Trend(metric, float(before), float(after), steps[began]))
     return found
 
 
 @dataclass(frozen=True)
 class Run:
-    """steps: how many. data: how large the mismatch is. correction: what is left of it. findings: of each kind of
-    warning the newest, and growth that has a cause. metrics: all that were recorded, by header. k3_kl: of the
-    judged steps, NaN where not recorded; tokens: how many they have, None where that was not recorded.
+    """data: how large the mismatch is. correction: what is left of it. findings: of each kind of warning the newest,
+    and growth that has a cause. metrics: all that were recorded, by header. k3_kl: of the judged steps, NaN where not
+    recorded; tokens: how many they have, None where that was not recorded.
 
     sound: no number is broken, the correction has no warning, no shift is shared by all tokens (|KL|, mean ratio: no
     correction repairs it), no trend `broke`, and a mismatch that is large otherwise is corrected.
@@ -140,78 +136,73 @@ def judged(steps: int) -> int:
 def judge_run(source: Source, config: MismatchConfig | None) -> Run:
     """Judge a run by its last steps (`judged`), so that a warm-up long past is no alarm.
 
-    config: None where nobody knows the settings: then the correction is not judged. The judged steps are one batch
-    where the run wrote their statistics; else means are over the steps that recorded a metric.
+    config: None where nobody knows the settings: then the correction is not judged. Means are over the steps that
+    recorded a metric; a step that rejected everything has no weights, though it recorded 0.
     Raises ValueError where the judged steps hold no token.
     """
-    rows = _rows(source)
-    size = judged(len(rows))
-    recent = [row for row in rows[-size:] if row.get(f"{PREFIX}tokens", 1.0)]  # a step without tokens says nothing
+    weights = f"{PREFIX}rollout_is_weight_after_"
+    rows: list[Row] = [
+        {name: value for name, value in row.items() if not (row.get(_NONE_LEFT) and name.startswith(weights))}
+        for row in source.rows
+    ]
+    recent = [row for row in rows[-judged(len(rows)) :] if row.get(_TOKENS, 1.0)]  # one without tokens says nothing
     if not recent:
         raise ValueError("the newest steps hold no response token: is every loss mask 0?")
-    settings = config or MismatchConfig()
-    together = (merged_metrics(source.path, settings, size) if source.path.name == METRICS else None) or {}
 
     def mean(name: str) -> float:
-        if math.isfinite(exact := together.get(PREFIX + name, math.nan)):
-            return exact
         values = [value for row in recent if math.isfinite(value := row.get(PREFIX + name, math.nan))]
         return sum(values) / len(values) if values else math.nan
 
     given: dict[str, list[HealthWarning]] = {}
-    for warning in (warning for row in recent for warning in check_health(row, settings)):
+    for warning in (warning for row in recent for warning in check_health(row, config or MismatchConfig())):
         if warning.about != "correction" or config is not None:
             given.setdefault(warning.metric.removeprefix(PREFIX), []).append(warning)
-    given = dict(sorted(given.items(), key=lambda item: -len(item[1])))
-    named = {about: _named(given, about) for about in ("data", "correction", "fault")}
-    trends = trends_of(source.numbers, [row if row.get(f"{PREFIX}tokens", 1.0) else {} for row in rows])
+    about = {warnings[-1].about for warnings in given.values()}
+    trends = trends_of(source.numbers, [row if row.get(_TOKENS, 1.0) else {} for row in rows])
     broke = [trend for trend in trends if trend.broke]
     sizes = {metric: value for metric in SIZES if not math.isnan(value := abs(mean(metric)))}
-    far = any(value > SIZES[metric][1][-1] for metric, value in sizes.items())
-    large = far or bool(named["data"] or broke)
+    size = max((sum(value > end for end in SIZES[metric][1]) for metric, value in sizes.items()), default=None)
+    large = size == len(_K3_ENDS) or "data" in about or bool(broke)
     shifted = not given.keys().isdisjoint(_SHIFTS)
-    broken = bool(named["fault"] or named["correction"])
 
-    grown = f"growth of {' and '.join(SIZES[one.metric][0] for one in broke)}" if broke else ""
-    data = _data(sizes, counted(len(recent)), named | {"grown": grown}, large, shifted)
-    if large and not named["fault"] and config is not None and config.use_rollout_log_probs:
-        data += _MOVES
-    correction = _correction(mean, named["correction"], config)
-    empty = [bool(row.get(_NONE_LEFT)) for row in rows]
-    if any(empty):
-        correction += (
-            f" Everything was rejected in {sum(empty[-size:])} of the last {counted(size)} ({sum(empty)} of all "
-            f"{len(rows)}); means of weights leave these out."
-        )
+    word, advice = "not judged" if size is None else _WORDS[size], ""
+    if "fault" in about:
+        word = "cannot be trusted"
+    elif large:
+        cause = "No correction repairs a shift that all tokens share: find" if shifted else "Find"
+        word, advice = _WORDS[-1], f" {cause} the cause with {_INSPECT}."
+        advice += _MOVES if config is not None and config.use_rollout_log_probs else ""
+    elif size == 2:
+        advice = f" See with {_INSPECT} whether precision alone explains it."
+    said = ", ".join(f"{SIZES[metric][0]} {value:.2g}" for metric, value in sizes.items())
+    said = f"{said} nats per token" if sizes else "neither KL nor the mean |log ratio| was recorded"
     looked_for = ", ".join(SIZES[metric][0] for metric in sizes) or "KL not recorded"
     why = f": it takes {MIN_STEPS} to tell" if len(rows) < MIN_STEPS else f" ({looked_for})"
-    trend = "; ".join(map(str, trends)) or f"none in {counted(len(rows))}{why}"
-    findings = [
-        {"fault": name, "severity": "note" if of_one[-1].about == "data" else "fault", "confidence": "likely",
-         "evidence": f"{of_one[-1].value:.3g}: {of_one[-1].meaning} ({counted(len(of_one))})", "first": None,
-         "fix": of_one[-1].advice}
-        for name, of_one in given.items()
-    ] + [
-        {"fault": "growth", "severity": "note", "confidence": "likely", "evidence": str(one), "first": None,
-         "fix": f"Find what changed with {_INSPECT}."}
-        for one in broke
-    ]  # fmt: skip
-    tokens = sum(row.get(f"{PREFIX}tokens", math.nan) for row in recent)
-    corrected = config is not None and _corrects(config)
-    header = f"the last {len(recent)} together" if together else f"mean of the last {len(recent)}"
+    empty = sum(bool(row.get(_NONE_LEFT)) for row in rows)
+    rejected = f" Everything was rejected in {counted(empty)}; means of weights leave these out." if empty else ""
+    tokens = sum(row.get(_TOKENS, math.nan) for row in recent)
     return Run(
-        verdict="fault" if broken else "large" if large else "normal" if sizes else "undecided",
-        sound=not (broken or shifted or broke or (large and not corrected)),
-        data=data,
-        correction=correction,
-        trend=f"{trend}.",
+        verdict="fault"
+        if about & {"fault", "correction"}
+        else "large"
+        if large
+        else "normal"
+        if sizes
+        else "undecided",
+        sound=not (about & {"fault", "correction"} or shifted or broke or (large and not _corrects(config))),
+        data=f"{word}: {said} over the last {counted(len(recent))}.{advice}",
+        correction=_correction(mean, "correction" in about, config) + rejected,
+        trend=("; ".join(map(str, trends)) or f"none in {counted(len(rows))}{why}") + ".",
         steps=len(rows),
         judged=len(recent),
         k3_kl=mean("k3_kl"),
         tokens=None if math.isnan(tokens) else int(tokens),
         trends=trends,
-        findings=findings,
-        metrics=_metrics(rows, mean, header),
+        findings=[
+            *(_finding(name, warnings) for name, warnings in given.items()),
+            *({"fault": "growth", "severity": "note", "evidence": str(one), "fix": _INSPECT} for one in broke),
+        ],
+        metrics=_metrics(rows, mean, f"mean of the last {len(recent)}"),
     )
 
 
@@ -220,60 +211,34 @@ def counted(steps: int) -> str:
     return f"{steps} step{'s' * (steps != 1)}"
 
 
-def _data(sizes: Row, steps: str, named: Mapping[str, str], large: bool, shifted: bool) -> str:
-    """How large the mismatch is, whatever is done about it. named: warnings by what they are about, and what grew."""
-    said = ", ".join(f"{SIZES[metric][0]} {value:.2g}" for metric, value in sizes.items())
-    said = f"{said} nats per token" if sizes else "neither KL nor the mean |log ratio| was recorded"
-    size = max((sum(value > end for end in SIZES[metric][1]) for metric, value in sizes.items()), default=None)
-    word = "not judged" if size is None else _WORDS[size]
-    advice = f" See with {_INSPECT} whether precision alone explains it." if size == 2 else ""
-    if large:
-        cause = "No correction repairs a shift that all tokens share: find" if shifted else "Find"
-        word, advice = _WORDS[3], f" {cause} the cause with {_INSPECT}."
-    if named["fault"]:
-        word, advice = "cannot be trusted", ""
-    parts = (named["fault"], f"{said} over the last {steps}", named["grown"], named["data"])
-    return f"{word}: {', '.join(filter(None, parts))}.{advice}"
+def _corrects(config: MismatchConfig | None) -> bool:
+    return config is not None and not config.dry_run and (
+        config.weighted or config.rejects or config.use_rollout_log_probs
+    )  # fmt: skip
 
 
-def _rows(source: Source) -> list[Row]:
-    """The steps; one that rejected everything has no weights, and recorded 0."""
-    weights = f"{PREFIX}rollout_is_weight_after_"
-    return [
-        {name: value for name, value in row.items() if not (row.get(_NONE_LEFT) and name.startswith(weights))}
-        for row in source.rows
-    ]
+def _finding(name: str, warnings: Sequence[HealthWarning]) -> dict[str, Any]:
+    """Of a metric, the newest of its warnings."""
+    newest = warnings[-1]
+    evidence = f"{newest.value:.3g}: {newest.meaning} ({counted(len(warnings))})"
+    severity = "note" if newest.about == "data" else "fault"
+    return {"fault": name, "severity": severity, "evidence": evidence, "fix": newest.advice}
 
 
-def _corrects(config: MismatchConfig) -> bool:
-    return (config.weighted or config.rejects or config.use_rollout_log_probs) and not config.dry_run
-
-
-def _named(given: Mapping[str, Sequence[HealthWarning]], about: str) -> str:
-    """`2 warnings (kl, chi2_token)`, or nothing."""
-    names = [name for name, warnings in given.items() if warnings[-1].about == about]
-    return f"{len(names)} warning{'s' * (len(names) > 1)} ({', '.join(names)})" if names else ""
-
-
-def _correction(mean: Mean, found: str, config: MismatchConfig | None) -> str:
+def _correction(mean: Mean, warned: bool, config: MismatchConfig | None) -> str:
     """What is left of it after this correction. config: None where nobody gave the run's settings."""
     if config is not None and not _corrects(config):
-        what = "reported only (dry run)" if config.dry_run else "none: the loss takes the data as they are"
-        return f"{what}; {found}." if found else f"{what}."
-    of_weights = {"mean weight": mean("rollout_is_weight_after_mean")}
-    kept = {"tokens kept": mean("accepted_token_fraction")}
+        return "reported only (dry run)." if config.dry_run else "none: the loss takes the data as they are."
+    figures = {"tokens kept": mean("accepted_token_fraction")}
+    if config is None or config.weighted:
+        figures["mean weight"] = mean("rollout_is_weight_after_mean")
+    if config is not None and config.weighted:
+        figures["effective sample size"] = mean(f"rollout_is_weight_after_{config.unit.ess}eff_sample_size")
+    known = ", ".join(f"{label} {value:.2g}" for label, value in figures.items() if not math.isnan(value))
+    shown = f" ({known})" if known else ""
     if config is None:
-        known = [f"{label} {value:.2g}" for label, value in (of_weights | kept).items() if not math.isnan(value)]
-        shown = f" ({', '.join(known)})" if known else ""
         return f"not judged, since the run's settings are not known: give them with --config{shown}."
-    if config.weighted:
-        ess = mean(f"rollout_is_weight_after_{config.unit.ess}eff_sample_size")
-        kept = of_weights | {"effective sample size": ess} | kept
-    figures = {label: "not recorded" if math.isnan(value) else f"{value:.2g}" for label, value in kept.items()}
-    shown = ", ".join(f"{label} {value}" for label, value in figures.items())
-    if found:
-        return f"does not hold: {found}; {shown}."
-    return f"not judged: {shown}." if all(map(math.isnan, kept.values())) else f"holds ({shown})."
+    return f"does not hold{shown}." if warned else f"holds{shown}." if shown else "not judged: nothing was recorded."
 
 
 def _metrics(rows: Sequence[Row], mean: Mean, header: str) -> list[dict[str, str | float]]:
@@ -290,22 +255,19 @@ def _metrics(rows: Sequence[Row], mean: Mean, header: str) -> list[dict[str, str
 
 def inspect_run(
     path: Path,
-    given: tuple[MismatchConfig, str] | None,
+    own: MismatchConfig | None,
     *,
     run: str | None,
     pictures: Path | None,
     as_json: bool,
-    host: str | None,
     gated: bool,
     bar: float | None,
-    show_all: bool,
 ) -> int:
     """Judge a run by the metrics that it wrote, print and draw them. Returns the exit status.
 
-    given: the user's settings and where they come from, in the place of those that the run wrote. run: as of
-    `read_source`. pictures: the folder of the picture, None for none. host: whose launch line; default: the trainer
-    whose names the metrics have, else our flags alone. gated: k3_kl of the judged steps is compared with the bar, too
-    (None: the default one; without tokens by k3_kl alone). show_all: the screen has every metric.
+    own: the user's settings, in the place of those that the run wrote. run: as of `read_source`. pictures: the folder
+    of the picture, None for none. gated: k3_kl of the judged steps is compared with the bar, too (None: the default
+    one; without tokens by k3_kl alone).
 
     Exit status: 0 sound; 1 where numbers are broken, all tokens share a shift (|KL| above 0.1 or a mean ratio outside
     [0.5, 2] in any judged step), the mismatch has grown 100 times, the correction does not hold, a large mismatch is
@@ -313,77 +275,61 @@ def inspect_run(
     Raises ValueError, OSError where there is nothing to judge.
     """
     source = read_source(path, run)
-    config, where = given or _written(source.path)
-    found = judge_run(source, config)
+    found = judge_run(source, own or _written(source.path))
     verdict = gate(found.k3_kl, found.tokens or _MANY, bar) if gated else None
     passed = True if verdict is None else verdict.passed
     status = 1 if passed is False or not found.sound else 3 if passed is None or found.verdict == "undecided" else 0
-    drawn, not_drawn = (None, "") if pictures is None else _draw(source, config or MismatchConfig(), pictures)
-    advice = None
-    agrees = (found.k3_kl <= normal.SMALL_K3) == found.data.startswith(_WORDS[0])  # with the size by other figures
-    if found.verdict == "normal" and agrees and not math.isnan(found.k3_kl):  # no advice next to "find the cause"
-        advice = recommend(Figures(k3_kl=found.k3_kl, ess=math.nan, max_length=math.inf))
+    picture, no_picture = (None, "") if pictures is None else _draw(source, pictures)
     if as_json:
-        body = asdict(found) | {"headline": found.data, "source": str(source.path), "settings": where}
-        body |= {"recommendation": advice and advice.model_dump(), "gate": verdict and verdict.model_dump()}
-        body |= {"predictions": [], "notes": source.notes, "picture": drawn and str(drawn)}
+        body = asdict(found) | {"headline": found.data, "source": str(source.path), "notes": source.notes}
+        body |= {"gate": verdict and verdict.model_dump(), "picture": picture and str(picture)}
         typer.echo(to_json(body, indent=2))
         return status
     console = terminal()
     console.print(f"data: {found.data}\ncorrection: {found.correction}")
-    if advice is not None and config is None:
-        console.print(f"setting: {advice.setting}: {advice.reasons[0]}. Predictions for it need a dump.")
-        host = host or source.host
-        line = advice.flags[host] if host else neutral_flags(advice.settings)
-        console.print(line, soft_wrap=True)  # to be copied: it stays on one line
     console.print(f"trend: {found.trend}")
     for note in source.notes:
         console.print(f"note: {printable(note)}.")
     if verdict is not None:
-        said = {True: "passed", False: "FAILED", None: "not decided, too few tokens"}[passed]
-        if math.isnan(verdict.value):
-            said = "not decided, k3_kl was not recorded"
-        value = "" if math.isnan(verdict.value) else f"k3_kl {verdict.value:.2g}, "
-        console.print(f"gate: {said}: {value}bar {verdict.bar:g} nats per token, over the steps judged.")
-    short = [row for row in found.metrics if row["metric"] in SHORT]
-    others = [row for row in found.metrics if row["metric"] not in SHORT]
-    for title, rows in ((f"{counted(found.steps)}, judged by the last {found.judged}", short), ("all others", others)):
-        if rows and (show_all or rows is short):
-            cells = tuple(tuple(map(_cell, row.values())) for row in rows)
-            console.print(Table(title, tuple(rows[0]), cells, code=frozenset({"metric"})).to_rich(console.width))
-    if others and not show_all:
-        console.print(f"{len(others)} more metrics: --all or --json")
+        said = {True: "passed", False: "FAILED", None: "not decided, too few tokens or no k3_kl"}[passed]
+        console.print(f"gate: {said}: k3_kl {verdict.value:.2g}, bar {verdict.bar:g} nats per token, over these steps.")
+    if rows := [row for row in found.metrics if row["metric"] in SHORT]:
+        cells = tuple(tuple(map(_cell, row.values())) for row in rows)
+        title = f"{counted(found.steps)}, judged by the last {found.judged}"
+        console.print(Table(title, tuple(rows[0]), cells, code=frozenset({"metric"})).to_rich())
+    if others := len(found.metrics) - len(rows):
+        console.print(f"{others} more metrics: --json")
     for finding in found.findings:
         if finding["fault"] != "growth":  # which the trend has told
             console.print(f"{finding['fault']} = {finding['evidence']}. {finding['fix']}")
-    if drawn or not_drawn:  # a path stays whole
-        typer.echo(not_drawn or f"picture: {drawn}")
+    if picture or no_picture:  # a path stays whole
+        typer.echo(no_picture or f"picture: {picture}")
     return status
 
 
 def _cell(value: float | str) -> str:
-    return value if isinstance(value, str) else compact(value) if math.isfinite(value) else NOTHING
+    return value if isinstance(value, str) else figure(value) if math.isfinite(value) else NOTHING
 
 
-def _written(path: Path) -> tuple[MismatchConfig | None, str | None]:
-    """The settings that the run, or `compare`, wrote next to its metrics and their file; None where there is none."""
+def _written(path: Path) -> MismatchConfig | None:
+    """The settings that the run, or `compare`, wrote next to its metrics; None where there are none."""
     if path.name != METRICS:  # an export may lie next to files of anything
-        return None, None
+        return None
     # Checked when the run began: a preset may hold what has no effect.
     if (file := path.with_name(SETTINGS)).exists():
-        return MismatchConfig.build(read_mapping(file)), str(file)
+        return MismatchConfig.build(read_mapping(file))
     file = path.with_name("config.json")
     of_run = read_mapping(file).get("mismatch") if file.exists() else None
-    return (MismatchConfig.build(of_run), str(file)) if isinstance(of_run, dict) else (None, None)
+    return MismatchConfig.build(of_run) if isinstance(of_run, dict) else None
 
 
-def _draw(source: Source, config: MismatchConfig, folder: Path) -> tuple[Path | None, str]:
+def _draw(source: Source, folder: Path) -> tuple[Path | None, str]:
     """The picture that was written, or why there is none. The verdict does not need it."""
     try:
         from mismatch_plugin.diagnose.panels import write_panels
 
-        return write_panels(_rows(source), source.numbers, folder, units=config.unit.ess), ""
+        return write_panels(source.rows, source.numbers, folder), ""
     except ImportError as error:
         return None, f"no picture: {error}: pip install 'mismatch-plugin[lab]'"
     except OSError as error:
-        return None, f"no picture: {folder} cannot be written ({error.strerror}); choose another with --pictures"
+        return None, f"no picture: {folder} cannot be written ({error.strerror}); choose another with --out"

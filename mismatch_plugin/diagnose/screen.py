@@ -35,19 +35,13 @@ class _Screen:
     def __init__(self, console: Console) -> None:
         self.console, self.unicode = console, shows_unicode(console.encoding)
 
-    def say(self, text: str, style: str = "", indent: int = 0, whole: bool = False, short: bool = False) -> None:
-        """whole: for what is copied, it is left to the terminal to wrap it. short: one line, cut where that is a
-        terminal's."""
+    def say(self, text: str, style: str = "", indent: int = 0, whole: bool = False) -> None:
+        """whole: for what is copied, it is left to the terminal to wrap it."""
         shown = Text(printable(text.replace("`", ""), self.unicode), style=style)
         if whole:
             self.console.print(shown, soft_wrap=True)
-            return
-        if short and self.console.is_terminal and shown.cell_len > self.console.width:
-            shown.right_crop(1 + max(0, len(shown) - self.console.width))
-            while shown.cell_len > self.console.width - 3:  # some letters are two wide
-                shown.right_crop(1)
-            shown.append("...")
-        self.console.print(Padding(shown, (0, 0, 0, indent), expand=False))
+        else:
+            self.console.print(Padding(shown, (0, 0, 0, indent), expand=False))
 
     def step(self, text: str) -> None:
         """A command in it stays whole, on a line of its own."""
@@ -91,7 +85,6 @@ def show(
 
     host: whose launch line is shown; default: the trainer whose dump it is, else our flags alone. report: where the
     page is. brief: the findings, all of them whole, and nothing of settings.
-    Raises ValueError where the recommendation has no flags for the host.
     """
     screen = _Screen(console)
     verdict, rest = words.headline(diagnosis)
@@ -102,13 +95,13 @@ def show(
         said, figures = words.gate_words(gate)
         screen.say(f"Gate {said.upper()}: {figures}.")
     counted = f"{diagnosis.samples:,} samples, {diagnosis.tokens:,} tokens"
-    screen.say(f"{counted} of {diagnosis.source} ({diagnosis.format}).", short=True)
+    screen.say(f"{counted} of {diagnosis.source} ({diagnosis.format}).")
     for place, item in enumerate(diagnosis.findings):
         if not place or brief:
             screen.finding(item)
         else:
             also = "also" if item.counts else words.label(item).lower()
-            screen.say(f"{also} {item.fault} ({item.confidence}): {item.evidence}", short=True)
+            screen.say(f"{also} {item.fault} ({item.confidence}): {item.evidence}")
     if (level := diagnosis.fixed) is not None:
         figures = f"mean |Δ log p| {figure(level.abs_mean)}, k3 {figure(level.k3_kl)}"
         screen.say(f"once fixed: {figures}, which is {size_class(level)}")
@@ -138,8 +131,6 @@ def show(
 def _advice(screen: _Screen, diagnosis: Diagnosis, host: str | None) -> None:
     advice = diagnosis.recommendation
     assert advice is not None
-    if host is not None and host not in advice.flags:
-        raise ValueError(f"there are no flags for host {host!r}: choose {', '.join(advice.flags)}.")
     why = ". ".join(reason[:1].upper() + reason[1:] for reason in advice.reasons[:2])
     screen.say(f"Recommended: {advice.setting}. {words.sentence(why)}", "bold")
     others = ", ".join(name for name in advice.flags if name != host)

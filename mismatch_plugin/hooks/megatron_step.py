@@ -197,5 +197,5 @@ class MegatronStep:
             self.metrics, first = {**finished.metrics(), **self.rollout_metrics}, self.is_first(groups)
             self.log(args, self.metrics, number, first)
             if first:
-                report_step(config, number, self.metrics, finished, self.writes(args))
+                report_step(config, number, self.metrics, self.writes(args))
         return outcome

@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import queue
-import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -22,15 +21,15 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.documents import read_mapping
 from mismatch_plugin.core.health import check_health
 from mismatch_plugin.core.metrics.registry import PREFIX
-from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.files import lock_file, read_lines, read_text, write_whole
-from mismatch_plugin.report.state import STATE, State, state_of
 
 logger = logging.getLogger("mismatch_plugin")
 
 METRICS, SETTINGS, LOCK = "metrics.jsonl", "settings.json", ".lock"
 _HELD: dict[Path, BinaryIO] = {}
 """Folder → its lock, which the kernel takes back when this process ends. A fork belongs to the same run."""
+_LAST: dict[Path, int] = {}
+"""File → the last step in it, as this process knows it."""
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -89,14 +88,11 @@ def _settings(config: MismatchConfig) -> str:
     return to_json(config.model_dump(mode="json"), indent=2) + "\n"
 
 
-def write_step(
-    folder: str | Path, config: MismatchConfig, metrics: Mapping[str, float], state: State | None = None
-) -> None:
+def write_step(folder: str | Path, config: MismatchConfig, metrics: Mapping[str, float]) -> None:
     """Append a step. The first call writes the settings, too; from then on the folder is this process's until it ends.
 
     metrics: numbers by name. Without `step` among them the step is one more than the last in the file, from 1. A run
     that goes on with the same settings appends.
-    state: `state_of(statistics)`, from which `inspect` forms the figures of several steps.
     Raises ValueError where the folder holds steps of other settings (`report_dir` may differ: the same folder has
     several names), another process writes to it, or a metric is not a number; OSError where it cannot be written.
     """
@@ -105,56 +101,57 @@ def write_step(
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / SETTINGS).exists():
         write_whole(folder / SETTINGS, _settings(config))
-    with (folder / METRICS).open("ab+", buffering=0) as lines:  # a line is one write: no reader sees half of it
-        cut = b""
+    path = folder.resolve() / METRICS
+    if "step" not in metrics:
+        last = _LAST[path] if path in _LAST else _last_step(path)
+        metrics = {"step": last + 1, **metrics}
+    try:
+        line = to_json(metrics)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"a metric is not a number: {error}. Give float(value) where it holds one.") from None
+    with path.open("ab+", buffering=0) as lines:  # a line is one write: no reader sees half of it
         if lines.tell():  # appending: at the end
             lines.seek(-1, os.SEEK_END)
-            cut = b"" if lines.read() == b"\n" else b"\n"  # a kill cut the last line
-        if "step" not in metrics:
-            with (folder / METRICS).open("rb") as written:
-                metrics = {"step": _last_step(written) + 1, **metrics}
-        lines.write(cut + (_line(metrics if state is None else {**metrics, STATE: state}) + "\n").encode())
+            line = line if lines.read() == b"\n" else f"\n{line}"  # a kill cut the last line
+        lines.write(f"{line}\n".encode())
+    _LAST[path] = int(metrics["step"])
 
 
-def log_step(
-    folder: str | Path, config: MismatchConfig, metrics: Mapping[str, float], state: State | None = None
-) -> None:
+def _last_step(path: Path) -> int:
+    """The step of the last whole line; of lines without one, as in older files, how many they are."""
+    last = 0
+    for record in read_records(path):
+        if record is not None:
+            last = int(record.get("step", last + 1))
+    return last
+
+
+def log_step(folder: str | Path, config: MismatchConfig, metrics: Mapping[str, float]) -> None:
     """`write_step` for a hook, which never stops training: what cannot be written is a warning, once a folder.
 
     A thread writes; it is waited for at most `WAIT_S`, and not at all while an older step waits for a disk that hangs.
     A host asks `validate_same_settings` before it trains.
     """
-    _WRITER.write((Path(folder), config, dict(metrics), state))
+    _WRITER.write((Path(folder), config, dict(metrics)))
 
 
-def report_step(
-    config: MismatchConfig,
-    step: int,
-    metrics: Mapping[str, float],
-    statistics: Statistics | None = None,
-    writes: bool = True,
-) -> None:
+def report_step(config: MismatchConfig, step: int, metrics: Mapping[str, float], writes: bool = True) -> None:
     """What follows an optimizer step on one rank of a host: the health check's warnings, and the report folder's line.
 
-    statistics: those of the whole step, where the host has them. writes: whether this process writes files; asked by
-    hosts with several replicas.
+    writes: whether this process writes files; asked by hosts with several replicas.
     """
     for warning in check_health(metrics, config):
         logger.warning("step %d: %s", step, warning)
     if config.report_dir is not None and writes:
-        log_step(config.report_dir, config, {"step": step, **metrics}, statistics and state_of(statistics))
+        log_step(config.report_dir, config, {"step": step, **metrics})
 
 
-def report_logged(
-    config: MismatchConfig, step: int, metrics: Mapping[str, Any], statistics: Statistics | None = None
-) -> bool:
-    """`report_step` of what a host hands its logger. Returns whether it was a training step: others, such as a
-    validation, hold none of our metrics and are left out."""
+def report_logged(config: MismatchConfig, step: int, metrics: Mapping[str, Any]) -> None:
+    """`report_step` of what a host hands its logger, where that is a training step: others, such as a validation, hold
+    none of our metrics."""
     numbers = numbers_in(metrics)
-    is_step = any(name.startswith(PREFIX) for name in numbers)
-    if is_step:
-        report_step(config, step, numbers, statistics)
-    return is_step
+    if any(name.startswith(PREFIX) for name in numbers):
+        report_step(config, step, numbers)
 
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -182,7 +179,7 @@ class _Writer:
     def __init__(self) -> None:
         self._process = -1
 
-    def write(self, step: tuple[Path, MismatchConfig, dict[str, float], State | None]) -> None:
+    def write(self, step: tuple[Path, MismatchConfig, dict[str, float]]) -> None:
         """Hand a step over. Where `KEPT` steps wait already it is dropped, with a warning."""
         if self._process != os.getpid():  # at first, and after a fork, which takes no thread along
             self._process, self._steps = os.getpid(), queue.Queue[Any](KEPT)
@@ -224,38 +221,6 @@ KEPT = 1000
 _WRITER = _Writer()
 
 
-def _line(metrics: Mapping[str, Any]) -> str:
-    try:
-        return to_json(metrics)
-    except (TypeError, ValueError):
-        plain = (bool, int, float, str, type(None), Mapping, list, tuple)
-        name = next((name for name, value in metrics.items() if not isinstance(value, plain)), None)
-        kind = "the metrics hold what is" if name is None else f"metric {name} is a {type(metrics[name]).__name__},"
-        raise ValueError(f"{kind} not a number: give float(value) where it holds one.") from None
-
-
-def _last_step(lines: BinaryIO) -> int:
-    """The step of the last whole line; where it has none, as in older files, the number of lines. 0 for no lines."""
-    end, tail = lines.seek(0, os.SEEK_END), b""
-    while end > 0:
-        start = max(0, end - _BLOCK)
-        lines.seek(start)
-        first, *whole = (lines.read(end - start) + tail).split(b"\n")
-        for line in reversed(whole if start else [first, *whole]):
-            if (record := record_in(line)) is None:
-                continue
-            step = record.get("step")
-            if isinstance(step, int | float) and math.isfinite(step):
-                return int(step)
-            lines.seek(0)
-            return sum(record_in(entry) is not None for entry in lines)
-        tail, end = first, start
-    return 0
-
-
-_BLOCK = 1 << 16
-
-
 def record_in(line: bytes | str) -> dict[str, Any] | None:
     """The JSON object of one line, None where there is none: a kill cut the line."""
     try:
@@ -288,14 +253,13 @@ def read_steps(path: str | Path) -> Iterator[dict[str, float]]:
         raise ValueError(f"{path} is not there: give a metrics.jsonl, or the folder that --mismatch-report-dir named.")
     try:
         for number, line in read_lines(path):
-            if line.strip() and (step := numbers_of_line(path, number, line)) is not None:
+            if line.strip() and (step := _numbers_of_line(path, number, line)) is not None:
                 yield step
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no metrics.jsonl: {error}.") from None
 
 
-def numbers_of_line(path: Path, number: int, line: str) -> dict[str, float] | None:
-    """The numbers of one line, None for one that a kill cut. Raises ValueError with file, line and reason."""
+def _numbers_of_line(path: Path, number: int, line: str) -> dict[str, float] | None:
     try:
         step = json.loads(line)
         if not isinstance(step, dict):
@@ -314,9 +278,7 @@ def number_in(value: Any) -> float | None:
     """A number, or a text that spells one or nan or an infinity; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
-    if isinstance(value, str) and not _NUMBER.fullmatch(value.strip()):
+    try:
+        return float(value)
+    except ValueError:
         return None
-    return float(value)
-
-
-_NUMBER = re.compile(r"[+-]?(nan|inf(inity)?|\d+\.?\d*(e[+-]?\d+)?|\.\d+(e[+-]?\d+)?)", re.IGNORECASE)

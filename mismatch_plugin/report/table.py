@@ -19,7 +19,6 @@ NARROW = 5
 _ASCII = {"–": "-", "—": "-", "−": "-", "…": "...", "≤": "<=", "≥": ">=", "‖": "||", "±": "+-", "·": "*", "²": "^2",
           "Δ": "d", "π": "pi", "ρ": "rho", "χ": "chi", "θ": "theta", "Σ": "sum", "→": "->", "’": "'", "“": '"',
           "”": '"'}  # fmt: skip
-_NUMBER = re.compile(r"[<+−]? ?[\d.]+(e-\d+)?( ± [\d.]+)?( to [+−]?[\d.]+)?( %)?( [▲▼])?( \(\d+/\d+\))?")
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,6 @@ class Table:
                 raise ValueError(
                     f"table {self.title!r}: row {row} has {len(row)} cells for {len(self.headers)} columns."
                 )
-        if unknown := self.code - set(self.headers):
-            raise ValueError(f"table {self.title!r}: no column is called {', '.join(sorted(unknown))}.")
 
     def column(self, header: str) -> list[str]:
         """All cells of one column."""
@@ -63,58 +60,30 @@ class Table:
             lines += ["", *(f"- {note}" for note in self.notes)]
         return "\n".join(lines) + "\n"
 
-    def to_rich(self, width: int | None = None) -> RichTable:
-        """A table for `rich.print`, without the notes.
-
-        width: of the terminal, where words and numbers must stay whole: where the table does not fit, columns become
-        as narrow as their longest word, and the last columns are left out while it still does not fit.
-        """
+    def to_rich(self) -> RichTable:
+        """A table for `rich.print`, without the notes."""
         from rich import box
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        shown, widths, gap = self, dict[str, int](), 1  # between columns, next to the box's own
-        whole = {h: max(map(len, (h, *self._parts(h)))) for h in self.headers}
-        if width is not None and sum(whole.values()) + (1 + gap) * len(whole) > width:
-            gap, widths = 0, {h: max(map(len, " ".join((h, *self._parts(h))).split())) for h in self.headers}
-            while (left := width - sum(widths.values()) - len(widths) + 1) < 0 and len(widths) > 2:
-                widths.popitem()
-            for header in sorted(widths, key=lambda h: widths[h] - whole[h]):  # what is broken most gets the rest
-                grown = max(0, min(left, whole[header] - widths[header]))
-                widths[header], left = widths[header] + grown, left - grown
-            shown = self.only(*widths)
         table = RichTable(
-            title=self.title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, gap, 0, 0), show_edge=False
+            title=self.title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0), show_edge=False
         )
-        for header in shown.headers:
-            is_code = header in shown.code
+        for header in self.headers:
+            is_code = header in self.code
             keep_whole = is_code and len(self.headers) <= NARROW
-            style = "cyan" if is_code else None
-            table.add_column(header, style=style, overflow="fold", no_wrap=keep_whole, width=widths.get(header))
-        for row in shown.rows:
-            cells = [
-                cell.replace(", ", "\n") if header in shown.code else cell
-                for header, cell in zip(shown.headers, row, strict=True)
-            ]
-            table.add_row(*map(Text, cells))  # Text, since brackets in a cell are no markup
+            table.add_column(header, style="cyan" if is_code else None, overflow="fold", no_wrap=keep_whole)
+        for row in self.rows:
+            cells = zip(self.headers, row, strict=True)
+            shown = [cell.replace(", ", "\n") if header in self.code else cell for header, cell in cells]
+            table.add_row(*map(Text, shown))  # Text, since brackets in a cell are no markup
         return table
-
-    def _parts(self, header: str) -> list[str]:
-        """The lines of a column's cells: a name each where it holds names."""
-        return [part for cell in self.column(header) for part in (cell.split(", ") if header in self.code else [cell])]
 
     def cell(self, header: str, cell: str) -> str:
         """A cell in markdown."""
         if header not in self.code or cell == NOTHING:
             return cell
         return ", ".join(f"`{part}`" for part in cell.split(", ") if part)
-
-
-def numeric_columns(table: Table) -> list[bool]:
-    """For each column: whether its cells are numbers, to be set to the right. The first names the row."""
-    columns = list(zip(*table.rows, strict=True)) or [()] * len(table.headers)
-    numeric = [all(cell == NOTHING or _NUMBER.fullmatch(cell) for cell in column) for column in columns]
-    return [False, *numeric[1:]]
 
 
 def compact(value: float) -> str:

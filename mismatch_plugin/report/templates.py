@@ -7,12 +7,10 @@ from importlib.resources import files
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-from mismatch_plugin.report.table import numeric_columns
-
 
 def environment() -> Environment:
     """Its templates are files of the package, such as `report/report.html.j2`, which include others by such paths."""
     loader = FunctionLoader(lambda path: files("mismatch_plugin").joinpath(path).read_text(encoding="utf-8"))
     made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=loader)
-    made.filters |= {"base64": lambda data: base64.b64encode(data).decode("ascii"), "numeric": numeric_columns}
+    made.filters["base64"] = lambda data: base64.b64encode(data).decode("ascii")
     return made

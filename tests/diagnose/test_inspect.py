@@ -41,7 +41,7 @@ def test_a_clean_dump_is_normal_and_its_json_says_all(tmp_path: Path) -> None:
     assert {item["algorithm"] for item in clean["predictions"]} == {0, 1, 2, 3}
     advice = clean["recommendation"]
     assert advice["preset"] == "seq_is" and {*advice["flags"]} == HOSTS and advice["reasons"] and advice["watch"]
-    assert "--mismatch-preset seq_is" in advice["flags"]["verl"] and "histograms" not in clean
+    assert "--mismatch-preset seq_is" in advice["flags"]["verl"] and "histogram" not in clean
     assert next(item for item in clean["predictions"] if item["setting"] == advice["setting"])["kept"] == 1.0
     screen = run(RECORDS, path, "--no-report", "--host", "verl").output.splitlines()
     assert screen[0].startswith("NORMAL") and screen[1].startswith("Is this normal? Yes") and len(screen) <= 40
@@ -88,7 +88,6 @@ def test_a_fault_is_named_first_and_nothing_is_recommended(tmp_path: Path) -> No
         ),
         (("--preset", "none_such"), "none_such"),
         (("--run", "a"), "--run is not for that"),
-        (("--temperature", "0.7", "--samples", "8"), "read as it is: --samples, --temperature are not for that"),
         (("--format", "slime"), "slime"),
         (("--checkpoint", "nowhere"), "is no folder"),
         (("--url", "http://127.0.0.1:9"), "does not rescore"),
@@ -137,31 +136,19 @@ GOOD_LINE = '{"train_log_probs": [-1.0, -2.0]}\n'
     [
         (GOOD_RECORD, None, "training.jsonl"),
         ("", GOOD_LINE, "no response"),
-        ("{nonsense", GOOD_LINE, "records.jsonl"),
-        (GOOD_RECORD.replace("response_ids", "replies"), GOOD_LINE, "lacks token ids of the responses"),
-        (GOOD_RECORD, "{nonsense", "line 1"),
-        (GOOD_RECORD, '{"train_log_probs": null}', "has no train_log_probs"),
-        (GOOD_RECORD, GOOD_LINE * 2, "1 records and 2 lines"),
         (GOOD_RECORD, '{"train_log_probs": [-1.0, -2.0], "loss_mask": [0, 0]}', "every loss mask is 0"),
     ],
 )
 def test_what_cannot_be_read_is_told_with_status_2(tmp_path: Path, records: str, lines: str | None, said: str) -> None:
     (tmp_path / "records.jsonl").write_text(records)
+    (tmp_path / "cut.pt").write_bytes(b"PK\x03\x04 cut")
     if lines is not None:
         (tmp_path / "training.jsonl").write_text(lines)
     found = told(tmp_path / "records.jsonl", tmp_path / "training.jsonl", "--brief")
     assert (found["status"], found["verdict"]) == (2, "cannot_read") and said in found["headline"]
     assert run(tmp_path / "records.jsonl", tmp_path / "training.jsonl").stderr.startswith("cannot inspect: ")
-
-
-def test_files_that_are_no_dump_and_nothing_at_all(tmp_path: Path) -> None:
-    (tmp_path / "cut.pt").write_bytes(b"PK\x03\x04 cut")
-    for path in (tmp_path / "absent.pt", tmp_path / "cut.pt"):
-        found = told(path)
-        assert found["status"] == 2 and path.name in found["headline"]
-    assert "nothing to inspect" in run().output
-    for host in ("megatron-lm", "megatron_lm", "megatron_rl", "nemo-rl", "nemo_rl"):
-        assert "is unknown" not in run(tmp_path / "absent.pt", "--host", host).output
+    for name in ("absent.pt", "cut.pt"):
+        assert name in told(tmp_path / name, "--host", "megatron_lm")["headline"]
 
 
 def test_a_checkpoint_tells_which_side_is_wrong(tmp_path: Path) -> None:
@@ -217,28 +204,6 @@ def test_a_server_is_a_training_side_at_temperature_1_only(tmp_path: Path) -> No
         assert both.exit_code == 2 and "leave one out" in both.output
 
 
-def test_sampling_from_a_server_needs_prompts_and_a_temperature_that_can_be(tmp_path: Path) -> None:
-    (tmp_path / "prompts").write_text("[1, 2]\n")
-    (tmp_path / "empty").write_text("\n")
-    (tmp_path / "strange").write_text('{"a": 1}\n')
-    (tmp_path / "texts").write_text("Hello\n")
-    url = ("--url", "http://127.0.0.1:1")
-    asked = (*url, "--prompts", tmp_path / "prompts", "--temperature")
-    for words, said in (
-        ((*asked, "nan"), "--temperature is nan: it should be a finite number"),
-        ((*asked, "-1"), "--temperature is -1.0: it should be greater than or eq"),
-        ((*asked, "0.5"), "127.0.0.1:1"),  # it asks the server
-        (url, "sampling needs prompts"),
-        ((*url, "--prompts", tmp_path / "empty"), "holds no prompt"),
-        ((*url, "--prompts", tmp_path / "absent"), "cannot be read"),
-        ((*url, "--prompts", tmp_path / "strange"), "neither a JSON list of token ids nor a text"),
-        ((*url, "--prompts", tmp_path / "texts"), "there is no tokenizer"),
-        ((*url, "--checkpoint", saved("float32")), "127.0.0.1:1"),  # of random ids
-    ):
-        result = run(*words)
-        assert result.exit_code == 2 and said in result.stderr and result.stderr.count("\n") == 1
-
-
 def test_equal_sides_of_a_verl_dump_are_not_decided(tmp_path: Path) -> None:
     """Its bypass mode copies one side into the other; of other dumps that is remarked."""
     draw = torch.Generator().manual_seed(0)
@@ -287,12 +252,8 @@ def test_no_setting_contradicts_the_line_above_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("mask", "is_told"), [([0, 0, 1, 1, 1], True), ([1, 1, 1, 0, 0], False)])
 def test_padding_on_the_left_is_told(mask: list[int], is_told: bool, tmp_path: Path) -> None:
     rows = [[-1.0 if one else 0.0 for one in mask]] * 60
-    columns = {
-        "response_ids": [[7] * 5] * 60,
-        "rollout_log_probs": rows,
-        "old_log_probs": rows,
-        "response_mask": [mask] * 60,
-    }
+    columns = {"response_ids": [[7] * 5] * 60, "rollout_log_probs": rows, "old_log_probs": rows}
+    columns["response_mask"] = [mask] * 60
     torch.save({name: torch.tensor(value) for name, value in columns.items()}, tmp_path / "a.pt")
     said = "in 60 of 60 responses the first token does not train: if they are padded on the left"
     assert (said in text(tmp_path / "a.pt", "--no-report")) == is_told
@@ -360,9 +321,6 @@ def test_names_that_no_file_takes_and_commands_of_a_terminal_are_harmless(tmp_pa
         result = run(dump, more)
         assert result.exit_code == 1 and "\x1b" not in result.output and "\x07" not in result.output
         assert all(line.isprintable() for line in result.output.splitlines())
-    dump.write_text('{"response_ids": [1], "prompt_ids": [2], "\\u001b[2J": 1}\n')
-    result = run(dump)
-    assert result.exit_code == 2 and "cannot inspect: " in result.output and "?[2J" in result.output, result.output
 
 
 def test_one_thread_unless_told_otherwise_or_a_model_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

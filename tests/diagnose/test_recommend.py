@@ -21,6 +21,7 @@ from mismatch_plugin.config.values import ignore_mismatch_warnings
 from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.versions import WeightSpan
+from mismatch_plugin.diagnose.levels import histogram
 from mismatch_plugin.hooks.hosts import HOSTS
 from tests.diagnose.door import RECORDS, inspect, run, samples_of
 
@@ -118,14 +119,13 @@ def test_every_prediction_is_what_training_reports_and_the_gradient_does(tmp_pat
         assert item["algorithm"] == config.algorithm and item["second_pass"] == (config.algorithm in (0, 2))
 
 
-def test_the_own_settings_come_first_then_every_preset_and_limits_on_staleness() -> None:
+def test_the_own_settings_come_first_then_every_preset() -> None:
     items = predicted()["predictions"]
     names = [item["setting"] for item in items]
     presets = [name.split(",")[0] for name in names[1 : 1 + len(PRESETS)]]
     assert [item["own"] for item in items[:2]] == [True, False] and presets == [preset.short for preset in PRESETS]
     own = mp.MismatchConfig.build(items[0]["settings"])
     assert own.tis.batch_normalize and own.rs.veto_threshold == 0.4 and len(names) == len({*names})
-    assert {f"algorithm {number}, max_staleness 0" for number in (0, 2)} <= {*names}
     found = {item["setting"]: item for item in items}
     # The clip of an objective acts in the first step of bypass.
     assert found["algorithm 1, objective cispo"]["ess"] > found["algorithm 1, objective gspo"]["ess"]
@@ -136,28 +136,21 @@ def test_the_own_settings_come_first_then_every_preset_and_limits_on_staleness()
 
 def test_what_the_data_cannot_decide_is_left_out_and_said() -> None:
     bare = [one.with_fields(advantages=None, weight_versions=()) for one in BATCH]
-    flags = "--rs-criterion token:tv:0.1@away --rs-criterion token:k2:0.02 --rs-max-staleness 1"
-    found = inspect(bare, "--flags", flags, *ANYTHING)
     conditional = {"opsm", "dppo_tv", "dppo_kl"}
-    names = {item["setting"].split(",")[0] for item in found["predictions"]}
-    assert not conditional & names and any("rs.max_staleness" in note for note in found["notes"])
     assert conditional <= {item["setting"].split(",")[0] for item in predicted()["predictions"]}
-    config = mp.MismatchConfig.build({"rs": {"criteria": ["token:k2:0.02"]}})
-    kept = mp.correct(packed_of(bare), config).statistics.metrics()["rollout_corr/accepted_token_fraction"]
-    own = found["predictions"][0]
-    assert own["own"] and own["kept"] == pytest.approx(kept) and own["kept_positive"] is None
-    flags = "--rs-criterion token:k2:0.02 --rs-group exclude"
-    assert any("predicted as keep" in note for note in inspect(bare, "--flags", flags, *ANYTHING)["notes"])
+    for flags, lack in (
+        ("--rs-criterion token:tv:0.1@away", "advantages"),
+        ("--rs-max-staleness 1", "weight versions of all tokens and of the trainer"),
+        ("--rs-criterion token:k2:0.02 --rs-group exclude", "groups with rewards"),
+    ):
+        found = inspect(bare, "--flags", flags, *ANYTHING)
+        names = {item["setting"].split(",")[0] for item in found["predictions"]}
+        assert not conditional & names and not any(item["own"] for item in found["predictions"])
+        assert f"your settings are not measured, nor predicted: the dump lacks {lack}" in found["notes"]
 
 
-def test_kept_by_length_and_what_excluding_the_rejected_changes_in_their_groups_by_hand() -> None:
-    """Of six lengths, twenty times, the fifth is e^−2 a token; of groups of four and two the second is rejected."""
-    for lengths, expected in (([1, 2, 3, 4, 5, 6], (1.0, 1.0, 6 / 11)), ([2] * 6, ())):
-        rows = [[-1.0] * length for length in lengths] * 20
-        old = [[-3.0] * len(row) if at % 6 == 4 else row for at, row in enumerate(rows)]
-        flags = "--rs-criterion sequence_sum:ratio:0.5:2"
-        (own, *_) = inspect(samples_of(rows, old), "--flags", flags, *ANYTHING)["predictions"]
-        assert own["kept_by_length"] == pytest.approx(expected)
+def test_what_excluding_the_rejected_changes_in_their_groups_by_hand() -> None:
+    """Of groups of four and two the second response is rejected."""
     rewards, groups = [1.0, 1.0, 0.0, 0.0, 1.0, 0.0], [0, 0, 0, 0, 1, 1]
     each = [{"reward": rewards[at % 6], "group": 2 * (at // 6) + groups[at % 6]} for at in range(120)]
     samples = samples_of([[-1.0]] * 120, [[-3.0] if at % 6 == 1 else [-1.0] for at in range(120)], each=each)
@@ -191,22 +184,35 @@ def test_bounds_keep_the_wished_share_and_hardly_more() -> None:
     turns = sum(int((np.diff(one.loss_mask.astype(int), prepend=0) == 1).sum()) for one in BATCH)
     units = {"token": sum(int(one.loss_mask.sum()) for one in BATCH), "turn": turns}
     units["prefix"] = units["token"]
-    for name, shares in bounds.items():
-        for wished, (lower, upper) in shares.items():
-            share = float(wished.removesuffix("%")) / 100
-            if name.startswith(("sequence_mean_", "sequence_max_")):
-                aggregate, _, statistic = name.rpartition("_")
-                rule = {"aggregate": aggregate, "statistic": statistic, "upper_bound": upper}
-                with ignore_mismatch_warnings():
-                    config = mp.MismatchConfig.build({"rs": {"criteria": [rule]}})
-                metrics = mp.correct(packed, config).statistics.metrics()
-                assert lower == 0.0 and metrics["rollout_corr/accepted_seq_fraction"] >= share - 1e-12
-                continue
-            level, growth = name.removesuffix("_growing"), 0.5 * name.endswith("_growing")
-            found = kept(packed, level, lower, upper, growth)
-            assert share - 1e-12 <= found <= share + 2 / units.get(level, len(BATCH)) + 0.003, (name, wished)
-            if share < 0.999 and level in ("token", "prefix"):
-                assert kept(packed, level, lower ** (1 / 1.2), upper ** (1 / 1.2), growth) < found
+    for name, (lower, upper) in bounds.items():
+        if name.startswith(("sequence_mean_", "sequence_max_")):
+            aggregate, _, statistic = name.rpartition("_")
+            rule = {"aggregate": aggregate, "statistic": statistic, "upper_bound": upper}
+            with ignore_mismatch_warnings():
+                config = mp.MismatchConfig.build({"rs": {"criteria": [rule]}})
+            metrics = mp.correct(packed, config).statistics.metrics()
+            assert lower == 0.0 and metrics["rollout_corr/accepted_seq_fraction"] >= 0.99 - 1e-12
+            continue
+        level, growth = name.removesuffix("_growing"), 0.5 * name.endswith("_growing")
+        found = kept(packed, level, lower, upper, growth)
+        assert 0.99 - 1e-12 <= found <= 0.99 + 2 / units.get(level, len(BATCH)) + 0.003, name
+        if level in ("token", "prefix"):
+            assert kept(packed, level, lower ** (1 / 1.2), upper ** (1 / 1.2), growth) < found
+
+
+def test_the_picture_holds_every_unit_and_the_bounds_that_are_the_same_at_every_length() -> None:
+    packed = packed_of(BATCH)
+    for settings, level, units, bounds in (
+        ({}, "token", int(packed.loss_mask.sum()), (0.0, math.inf)),
+        ({"use_tis": True}, "token", int(packed.loss_mask.sum()), (0.0, 2.0)),  # truncate has no lower bound
+        ({"use_tis": True, "tis": {"level": "sequence", "mode": "clip"}}, "sequence", len(BATCH), (0.5, 2.0)),
+        ({"use_tis": True, "tis": {"level": "sequence", "mode": "clip", "upper_bound": 2.0, "bound_growth": 0.5}},
+         "sequence", len(BATCH), (0.0, math.inf)),
+        ({"rs": {"criteria": ["sequence_mean:ratio:0.9:1.2"]}}, "geometric", len(BATCH), (0.9, 1.2)),
+    ):  # fmt: skip
+        found = histogram(packed, mp.MismatchConfig.build(settings))
+        assert (found.level, sum(found.counts), (found.lower, found.upper)) == (level, units, bounds)
+        assert all(found.edges[0] < math.log(bound) < found.edges[-1] for bound in bounds if 0.0 < bound < math.inf)
 
 
 # What is recommended --------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -100,13 +99,7 @@ MINE = {"_runtime": 3.5, "_timestamp": 1.7e9}
     ],
 )  # fmt: skip
 def test_exports_are_read(
-    name: str,
-    content: Any,
-    options: tuple[str, ...],
-    metric: str,
-    expected: tuple[float, ...],
-    steps: int,
-    tmp_path: Path,
+    name: str, content: Any, options: tuple[str, ...], metric: str, expected: Any, steps: int, tmp_path: Path
 ) -> None:
     found = told(write(tmp_path / name, content), *options)
     assert values(found, metric) == expected and found["steps"] == steps
@@ -119,23 +112,17 @@ NOTHING = "no step holds a known metric"
     ("name", "content", "options", "said"),
     [
         ("a.csv", TWO, (), "rollout_corr/kl for several runs, 'a - train/', 'b - train/'"),
-        ("a.csv", TWO, ("--run", "b"), "for several runs, 'b - train/', 'b - val/'"),
         ("a.csv", TWO, ("--run", "c"), "--run c is none of those in"),
         ("a.csv", "Step,a - train/mis_kl,b - train/mis_kl\n1,0.1,0.2\n", (), "holds mis_kl for several runs"),
         ("a.csv", "Step,loss\n1,2\n", (), "Step, loss. The plugin writes none with --mismatch-metrics off"),
         ("a.csv", "", (), NOTHING),
-        ("a.csv", f"Step,{KL}\n1,0.1,7\n", (), "a.csv, line 2 has more cells than the 2 columns"),
-        ("a.csv", f"Step,{KL},{KL}\n1,0.1,7\n", (), f"a.csv has the column {KL} twice"),
-        ("a.csv", f"Step,{KL}\n1,{'9' * 200_000}\n", (), "is no line of a CSV file"),
         ("a.csv", f'"Step,{KL}\n1,0.1\n2,0.2\n', (), "a quote not closed"),
         ("metrics.jsonl", "Step,loss\n1,2\n", (), "metrics.jsonl, line 1 is no step"),
         ("metrics.jsonl", f'{{"{KL}": 0.1}}\n[1]\n', (), "line 2 is no step"),
         ("metrics.jsonl", '{"loss": 1}\n', (), NOTHING),
         ("metrics.jsonl", f'{{"{TOKENS}": 0, "{KL}": 0}}\n', (), "no response token"),
         *(("metrics.jsonl", f'{{"{KL}": 0.1}}\n', (option, value), f"{option} is not for that") for option, value in (
-            ("--samples", "3"), ("--prompts", "prompts.json"), ("--max-staleness", "2"), ("--weight-version", "7"),
-            ("--eos-id", "0"), ("--temperature", "0"), ("--max-new-tokens", "9"), ("--url", "http://localhost:1"),
-            ("--accept", "staleness"))),
+            ("--max-staleness", "2"), ("--eos-id", "0"), ("--url", "http://localhost:1"), ("--accept", "staleness"))),
         ("metrics.jsonl", f'{{"{KL}": 0.1}}\n', ("--gate-kl", "0"), "the bar of the gate is 0"),
         ("metrics.jsonl", f'{{"{KL}": 0.1}}\n', ("--flags", "--lr 3"), "--lr is no flag"),
     ],
@@ -152,27 +139,20 @@ def test_folders_and_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text("{}")
     assert "holds no step yet" in told(tmp_path)["headline"]
     (tmp_path / "metrics.jsonl").write_text(f'{{"{KL}": 0.1}}\n')
-    (tmp_path / "settings.json").write_text("[" * 100_000)
+    (tmp_path / "settings.json").write_text("[")
     assert "settings.json is not valid" in told(tmp_path)["headline"]
     (tmp_path / "metrics.jsonl").write_text(f'{{"{KL}": 0.1}}', encoding="utf-16")
     assert "metrics.jsonl is no metrics.jsonl: " in told(tmp_path)["headline"]
-    os.mkfifo(tmp_path / "pipe.csv")
-    assert "is a pipe, not a regular file" in told(tmp_path / "pipe.csv")["headline"]
-    both = run(tmp_path / "none.csv", "--no-pictures", "--pictures", "x")
-    assert both.exit_code == 2 and "contradict each other" in both.output
 
 
 def test_a_folder_of_charts_is_one_run(tmp_path: Path) -> None:
     write(tmp_path / "kl.csv", CHART)
     write(tmp_path / "k3.csv", "Step,run-7 - train/mis_k3_kl\n3,0.5\n1,0.25\n2,NaN\n")
-    write(tmp_path / "again.csv", "Step,run-7 - train/mis_k3_kl\n2,NaN\n")
     write(tmp_path / "machines.csv", "host,gpus\na,8\n")
     found = told(tmp_path)
     assert (
         found["steps"] == 3 and values(found) == (1.5e-5, 1.5e-5, 0.01) and values(found, "k3_kl") == (0.5, 0.25, 0.5)
     )
-    write(tmp_path / "again.csv", "Step,run-7 - train/mis_k3_kl\n1,7\n")
-    assert "mis_k3_kl is 0.25 at step 1, in another file 7: leave one of them out" in told(tmp_path)["headline"]
     write(tmp_path / "again.csv", "train/step,run-7 - train/mis_kl\n1,7\n")
     assert "counts by Step, another by train/step: export all charts" in told(tmp_path)["headline"]
     for name in ("kl.csv", "k3.csv", "again.csv"):
@@ -188,7 +168,6 @@ OTHERS = {
     "TRL": {"train/sampling/sampling_logp_difference/mean": 0.01, "train/sampling/importance_sampling_ratio/mean": 1.0},
     "prime-rl": {"mismatch_kl/all/mean": 8e-4, "masked_mismatch_kl/all/mean": 3.0, "mismatch_kl/all/max": 9.0},
 }
-LAUNCHED = {"NeMo-RL": "run_grpo.py", "verl": "main_ppo", "slime, mis.py": "train.py"}
 
 
 @pytest.mark.parametrize("trainer", OTHERS)
@@ -204,14 +183,6 @@ def test_what_other_trainers_record_is_read_and_judged(tmp_path: Path, trainer: 
         metric, value = ("log_ratio_abs_mean", 0.01) if trainer in ("slime", "TRL") else ("k3_kl", 8e-4)
         assert values(found, metric)[0] == pytest.approx(value * times)
         assert "metrics of the trainer itself are read under our names" in found["notes"][0]
-        if verdict == "normal" and metric == "k3_kl":  # its own launch line, where it has one
-            said = run(path, "--no-pictures", columns=80).output
-            if trainer == "prime-rl":  # it has no algorithm 0, and says so in place of flags
-                assert "algorithm 0 cannot be had on prime-rl" in said and "<" not in said
-                continue
-            assert (
-                "--mismatch-preset disabled" in said and LAUNCHED[trainer] in said and "mismatch_plugin.launch" in said
-            )
 
 
 # TensorBoard ----------------------------------------------------------------------------------------------------------
@@ -240,47 +211,28 @@ def test_tensorboard_events(tmp_path: Path, new_style: bool, monkeypatch: pytest
         assert values(found) == (0.75, 0.25, 0.75) and found["steps"] == 3
     events(tmp_path / "other")
     assert "events of 2 runs: give one of logs/run, other" in told(tmp_path)["headline"]
-    os.mkfifo(folder / "events.out.tfevents.2.pipe")
-    assert "is a pipe, not a regular file" in told(folder)["headline"]
-    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    (path,) = folder.iterdir()
+    whole = path.read_bytes()
+    for data, steps in ((whole[:-5], 3), (whole[:-200], 2)):  # a kill cut it: it is read up to there
+        path.write_bytes(data)
+        assert told(folder)["steps"] == steps
+    for data in (b"no events at all", b""):
+        path.write_bytes(data)
+        assert "holds no events with a number" in told(folder)["headline"]
+    monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_accumulator", None)
     said = "tensorboard is not installed: pip install 'mismatch-plugin[lab]'"
     assert said in told(tmp_path / "other")["headline"]
 
 
-def test_a_resumed_run_is_one_run_and_two_runs_are_refused(tmp_path: Path) -> None:
-    events(tmp_path / "apart", suffix=".a")
-    apart = told(events(tmp_path / "apart", start=4, suffix=".b"))
-    assert apart["steps"] == 6 and values(apart) == (1.5, 0.25, 1.5) and apart["notes"] == []
-    events(tmp_path / "overlap", suffix=".a")  # 1, 2, 3
-    found = told(events(tmp_path / "overlap", start=3, shift=5.0, suffix=".b"))  # 3, 4, 5
-    assert found["steps"] == 5 and values(found) == (6.25, 0.25, 6.25)
-    (note,) = found["notes"]
-    assert note.startswith("1 steps before a resume are in events") and note.endswith(".b again: its own count")
-    events(tmp_path / "purged", suffix=".a")
-    found = told(events(tmp_path / "purged", start=2, shift=5.0, suffix=".b", purge_step=2))
-    assert found["steps"] == 4 and values(found) == (6.0, 0.25, 6.0)
-    events(tmp_path / "two", suffix=".first")
-    events(tmp_path / "two", shift=5.0, suffix=".second")
-    assert ".second begins at step 1, as an earlier file does. Two runs" in told(tmp_path / "two")["headline"]
-    (second,) = (tmp_path / "two").glob("*.second")
-    assert values(told(second)) == (5.75, 5.25, 5.75)
-
-
-def test_events_are_read_up_to_where_they_are_cut_or_damaged_and_it_is_said(tmp_path: Path) -> None:
-    (path,) = events(tmp_path).iterdir()
-    whole = path.read_bytes()
-    at = 0  # where the first event of step 3 begins: a length of 8 bytes, its sum, the event, its sum
-    for _ in range(5):
-        at += 16 + int.from_bytes(whole[at : at + 8], "little")
-    damaged = whole[: at + 20] + bytes([whole[at + 20] ^ 1]) + whole[at + 21 :]
-    for data, steps in ((whole, 3), (whole[:-5], 3), (damaged, 2)):
-        path.write_bytes(data)
-        found = told(tmp_path)
-        said = f"{path.name} is cut or damaged after step {steps}: nothing behind that was read"
-        assert found["steps"] == steps and found["notes"] == ([] if data is whole else [said])
-    for data in (b"no events at all", b""):
-        path.write_bytes(data)
-        assert "holds no events with a number" in told(tmp_path)["headline"]
+def test_of_a_resumed_run_what_it_went_back_over_does_not_count(tmp_path: Path) -> None:
+    for name, start, shift, steps, expected in (
+        ("apart", 4, 0.0, 6, (1.5, 0.25, 1.5)),
+        ("overlap", 3, 5.0, 5, (6.25, 0.25, 6.25)),
+        ("back", 1, 5.0, 3, (5.75, 5.25, 5.75)),
+    ):
+        events(tmp_path / name, suffix=".a")  # 1, 2, 3
+        found = told(events(tmp_path / name, start=start, shift=shift, suffix=".b"))
+        assert found["steps"] == steps and values(found) == expected, name
 
 
 # How large it is, and what is left of it ------------------------------------------------------------------------------
@@ -292,23 +244,20 @@ def test_a_sound_run_and_one_whose_tokens_all_shift(judge: Any) -> None:
     assert sound["data"] == (
         "small mismatch, as of two engines in one precision: k3_kl 0, |kl| 0 nats per token over the last 10 steps."
     )
-    assert sound["correction"] == "holds (mean weight 1, effective sample size 1, tokens kept 1)."
+    assert sound["correction"] == "holds (tokens kept 1, mean weight 1, effective sample size 1)."
     unsound = judge([metrics(0.0)] * 12 + [metrics(-0.9)] * 12, *TOKEN_IS)
     assert (unsound["steps"], unsound["judged"], unsound["verdict"], unsound["status"]) == (24, 10, "fault", 1)
     assert unsound["data"] == (
-        "large mismatch: k3_kl 0.31, |kl| 0.9 nats per token over the last 10 steps, growth of k3_kl and |kl|, 2 "
-        "warnings (kl, rollout_is_ratio_mean). No correction repairs a shift that all tokens share: find the cause "
-        "with mismatch-plugin inspect DUMP."
+        "large mismatch: k3_kl 0.31, |kl| 0.9 nats per token over the last 10 steps. No correction repairs a shift "
+        "that all tokens share: find the cause with mismatch-plugin inspect DUMP."
     )
     assert unsound["trend"].startswith(
         "k3_kl has grown since about step 13, from 0 to 0.31 nats per token; |kl| has grown"
     )
-    assert unsound["correction"] == (
-        "does not hold: 1 warning (rollout_is_weight_after_mean); mean weight 0.41, effective sample size 1, tokens "
-        "kept 1."
-    )
-    (of_kl, *_, growth) = unsound["findings"]
-    assert of_kl["fault"] == "kl" and "(10 steps)" in of_kl["evidence"] and growth["fault"] == "growth"
+    assert unsound["correction"] == "does not hold (tokens kept 1, mean weight 0.41, effective sample size 1)."
+    found = {one["fault"]: one for one in unsound["findings"]}
+    assert {*found} == {"kl", "rollout_is_ratio_mean", "rollout_is_weight_after_mean", "growth"}
+    assert "(10 steps)" in found["kl"]["evidence"] and found["kl"]["severity"] == "note"
     assert values(unsound) == (pytest.approx(0.9), 0.0, pytest.approx(0.9))
     bypass = judge([metrics(-0.9)] * 12, "--flags", "--use-rollout-log-probs")
     assert "In bypass mode this is of the policy that trains" in bypass["data"]
@@ -319,25 +268,19 @@ def test_a_sound_run_and_one_whose_tokens_all_shift(judge: Any) -> None:
 def test_what_was_not_recorded_is_no_figure(judge: Any) -> None:
     found = judge([{WEIGHT: 0.9}] * 30, *TOKEN_IS)
     assert found["data"] == "not judged: neither KL nor the mean |log ratio| was recorded over the last 10 steps."
-    said = "holds (mean weight 0.9, effective sample size not recorded, tokens kept not recorded)."
-    assert found["correction"] == said and (found["verdict"], found["status"]) == ("undecided", 3)
+    assert found["correction"] == "holds (mean weight 0.9)."
+    assert (found["verdict"], found["status"]) == ("undecided", 3)
     assert found["trend"] == "none in 30 steps (KL not recorded)."
-    assert "not judged: mean weight not recorded, effective" in judge([{KL: 0.0}] * 3, *TOKEN_IS)["correction"]
-    for gap, is_advised in ((0.01, True), (0.2, False)):  # nothing says "disabled" below "noticeable"
-        found = judge([{K3: 4e-4, GAP: gap}] * 30)
-        assert (found["recommendation"] is not None) == is_advised == ("small mismatch" in found["data"])
-    found = judge([{K3: 0.05}] * 30)  # advice from k3 alone
-    assert found["status"] == 0 and found["recommendation"]["preset"] == "token_is"
-    assert "%" not in str(found["recommendation"]["reasons"])
+    assert judge([{KL: 0.0}] * 3, *TOKEN_IS)["correction"] == "not judged: nothing was recorded."
 
 
 def test_a_step_that_rejected_everything_has_no_weight_and_one_without_tokens_says_nothing(judge: Any) -> None:
     kept = {WEIGHT: 0.99, ESS: 0.97, KEPT: 0.8, TOKENS: 100.0, NONE_LEFT: 0.0, KL: 0.0}
     rejected = {WEIGHT: 0.0, ESS: 0.0, KEPT: 0.0, TOKENS: 100.0, NONE_LEFT: 1.0, KL: 0.0}
     found = judge([rejected] * 5 + [kept] * 20 + [kept, kept, kept, rejected] * 5, *TOKEN_IS)
-    shown = "mean weight 0.99, effective sample size 0.97, tokens kept 0.56"
-    counts = "Everything was rejected in 3 of the last 10 steps (10 of all 45); means of weights leave these out."
-    assert found["correction"] == f"does not hold: 1 warning (all_rejected); {shown}. {counts}" and not found["sound"]
+    shown = "tokens kept 0.56, mean weight 0.99, effective sample size 0.97"
+    counts = "Everything was rejected in 10 steps; means of weights leave these out."
+    assert found["correction"] == f"does not hold ({shown}). {counts}" and not found["sound"]
     assert values(found, "rollout_is_weight_after_mean")[1] == 0.99
     assert "Everything was rejected" not in judge([kept] * 45, *TOKEN_IS)["correction"]
     steps = [{TOKENS: 10.0, KL: 0.0}] * 30 + [{TOKENS: 0.0, KL: 0.0}] * 9 + [{TOKENS: 10.0, KL: 0.02}]
@@ -366,8 +309,9 @@ def test_a_correction_that_works_is_sound_on_data_that_are_not(judge: Any) -> No
     for name, sound in (("disabled", False), ("token_is", True)):
         steps = [mp.correct(packed, mp.preset(name)).statistics.metrics()] * 3
         found = judge(steps, "--preset", name)
-        assert "large mismatch" in found["data"] and "chi2_token" in found["data"] and found["sound"] is sound
-        assert found["correction"].startswith("holds (mean weight 1," if sound else "none: the loss takes the data as")
+        assert "large mismatch" in found["data"] and found["sound"] is sound
+        assert "chi2_token" in [one["fault"] for one in found["findings"]]
+        assert found["correction"].startswith("holds (tokens kept 1, mean weight 1," if sound else "none: the loss")
     dry = judge(steps, "--flags", "--use-tis --mismatch-dry-run")
     assert dry["correction"].startswith("reported only (dry run)")
     shifted = judge([metrics(math.log(0.7))] * 3, *TOKEN_IS)  # weights hold at ρ = .7 everywhere; somebody's fault
@@ -392,12 +336,12 @@ def test_a_run_is_gated(tmp_path: Path) -> None:
         (sound, (), 0, ""),
         (sound, ("--gate",), 0, "gate: passed: k3_kl 0.0006, bar 0.001 nats per token"),
         (sound, ("--gate-kl", "1e-4"), 1, "gate: FAILED: k3_kl 0.0006, bar 0.0001 nats per token"),
-        (few, ("--gate",), 3, "gate: not decided, too few tokens"),
+        (few, ("--gate",), 3, "gate: not decided, too few tokens or no k3_kl"),
         (untold, ("--gate",), 0, "gate: passed"),
         (untold, ("--gate-kl", "5e-4"), 1, "gate: FAILED"),
-        (of_kl, ("--gate",), 3, "gate: not decided, k3_kl was not recorded: bar 0.001"),
+        (of_kl, ("--gate",), 3, "gate: not decided, too few tokens or no k3_kl"),
     ):
-        result = run(path, "--no-pictures", *options)
+        result = run(path, "--no-report", *options)
         assert result.exit_code == status and said in result.output and ("gate:" in result.output) == bool(options)
         gate = told(path, *options)["gate"]
         assert (gate and gate["passed"]) == ({0: True, 1: False, 3: None}[status] if options else None)
@@ -406,16 +350,11 @@ def test_a_run_is_gated(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 def test_settings_are_those_of_the_run_or_those_that_are_given(tmp_path: Path) -> None:
     path = write(tmp_path / "export.jsonl", [{"step": at, **metrics(0.0)} for at in range(3)])
-    said = text(path, "--no-pictures", columns=200)
+    said = text(path, "--no-report", columns=200)
     assert "correction: not judged, since the run's settings are not known: give them with --config" in said
-    assert "launch" not in said  # nobody's names
-    for host, line in (("verl", "verl.trainer.main_ppo"), ("slime", "launch train.py")):
-        assert line in text(path, "--no-pictures", "--host", host, columns=200)
     write(tmp_path / "settings.yaml", "preset: token_is\n")
     for given in (TOKEN_IS, ("--flags", "--use-tis --tis-upper-bound 3"), ("--config", tmp_path / "settings.yaml")):
-        said = text(path, "--no-pictures", *given)
-        assert "correction: holds" in said and "setting: " not in said
-        assert told(path, *given)["settings"] == str(given[1])
+        assert "correction: holds" in text(path, "--no-report", *given)
     # A preset may hold a threshold that only sets a metric, which is refused where it is given by hand.
     write_step(tmp_path / "run", mp.preset("ppo_is_bypass", threshold=3.0), metrics(0.0))
     assert told(tmp_path / "run")["status"] == 0
@@ -426,8 +365,7 @@ def test_settings_are_those_of_the_run_or_those_that_are_given(tmp_path: Path) -
     (tmp_path / "lab" / "config.json").write_text(
         json.dumps({"settings": {}, "mismatch": CONFIG.model_dump(mode="json")})
     )
-    found = told(tmp_path / "lab")
-    assert found["settings"] == str(tmp_path / "lab" / "config.json") and found["correction"].startswith("holds")
+    assert told(tmp_path / "lab")["correction"].startswith("holds")
 
 
 # Growth ---------------------------------------------------------------------------------------------------------------
@@ -482,23 +420,11 @@ def test_a_kl_that_grows_under_a_k3_that_stays_is_told_and_steps_are_put_in_orde
     (trend,) = found["trends"]
     assert trend["metric"] == "kl" and found["verdict"] == "large" and not found["sound"]
     assert found["trend"].startswith("|kl| has grown ") and found["trend"].endswith("nats per token.")
-    assert "growth of |kl|, 1 warning" in found["data"]
     grown = judge([{K3: 5e-5 * 6.0 ** (step > 100)} for step in range(200)])  # six times is no fault
     assert grown["sound"] and grown["verdict"] == "normal" and "has grown" in grown["trend"]
 
 
 # Screen and pictures --------------------------------------------------------------------------------------------------
-
-NAMES = (
-    *("rollout_is_mean", "rollout_is_ratio_mean", "rollout_is_weight_after_mean", "rollout_is_ratio_eff_sample_size"),
-    *("rollout_is_veto_fraction", "kl", "k3_kl", "ppl_ratio", "chi2_token", "chi2_seq"),
-)
-
-
-def pictured(folder: Path, names: tuple[str, ...] = NAMES, steps: int = 30) -> Path:
-    for step in range(steps):
-        write_step(folder, CONFIG, {f"rollout_corr/{name}": 0.5 + 0.01 * step for name in names})
-    return folder
 
 
 def test_the_verdict_comes_first_and_fits_one_screen(tmp_path: Path) -> None:
@@ -507,41 +433,37 @@ def test_the_verdict_comes_first_and_fits_one_screen(tmp_path: Path) -> None:
     packed = mp.PackedSequences.from_lists(rollout_log_probs=rollout, old_log_probs=old, loss_masks=[[1] * 30] * 8)
     step = mp.correct(packed, CONFIG).statistics.metrics()
     path = write(tmp_path / "a.jsonl", [{"step": at, **step} for at in range(30)])
-    result = run(path, "--no-pictures", columns=80)  # without its settings: what is recommended is shown
+    result = run(path, "--no-report", columns=80)
     lines = result.output.splitlines()
     assert result.exit_code == 0 and len(lines) <= 24, result.output
-    begins = ("data: ", "correction: ", "setting: ", "--mismatch-preset", "trend: ", "30 steps")
+    begins = ("data: ", "correction: ", "trend: ", "30 steps")
     starts = [next(i for i, line in enumerate(lines) if line.startswith(start)) for start in begins]
     assert starts == sorted(starts) and starts[0] == 0
-    assert "rollout_is_std" not in result.output and "more metrics: --all or --json" in lines[-1]
-    every = run(path, "--no-pictures", "--all", columns=80).output
-    assert "rollout_is_std" in every and "more metrics" not in every and every.startswith("data: ")
+    assert "rollout_is_std" not in result.output and "more metrics: --json" in lines[-1]
 
 
-def test_inspect_draws_what_is_there(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="pictures need the extra [lab]")
-    assert {*NAMES} <= {metric.name for metric in METRICS}
-    own = pictured(tmp_path / "run")
-    assert run(own).output.splitlines()[-1] == f"picture: {own}/plots/six_panels.png"
+def test_inspect_draws_what_is_there_and_the_verdict_does_not_need_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    panels = pytest.importorskip("mismatch_plugin.diagnose.panels", reason="pictures need the extra [lab]")
+    names = {name for _, names, _ in panels.PANELS for name in names}
+    assert names - {metric.name for metric in METRICS} == {"log_ratio_abs_mean"}
+    own = tmp_path / "run"
+    write_step(own, CONFIG, {f"rollout_corr/{name}": 0.5 for name in names})
+    write_step(own, CONFIG, {"step": 9, KL: math.nan, "rollout_corr/chi2_token": math.inf})
+    result = run(own)
+    assert result.output.splitlines()[-1] == f"picture: {own}/plots/six_panels.png"
     found = told(own, "--out", tmp_path / "p")
     assert found["picture"] == str(tmp_path / "p" / "six_panels.png")
     assert (tmp_path / "p" / "six_panels.png").read_bytes().startswith(b"\x89PNG")
-    assert found["settings"] == str(own / "settings.json") and found["source"] == str(own / "metrics.jsonl")
-    old = pictured(tmp_path / "old", ("rollout_is_eff_sample_size", "kl"), steps=1)  # of an older version
-    write_step(old, CONFIG, {"step": 9, KL: math.nan, "rollout_corr/chi2_token": math.inf})
-    assert "picture: " in run(old).output
+    assert found["source"] == str(own / "metrics.jsonl")
+    assert "picture" not in run(own, "--no-report").output
+    blocked = run(own, "--out", own / "settings.json")
+    assert f"no picture: {own}/settings.json cannot be written" in blocked.output
+    monkeypatch.delitem(sys.modules, "mismatch_plugin.diagnose.panels")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    without = run(own)
+    assert "pip install 'mismatch-plugin[lab]'" in without.output
+    assert blocked.exit_code == without.exit_code == result.exit_code
     write(tmp_path / "settings.json", '{"unrelated": 1}')
     assert "since the run's settings are not known" in text(write(tmp_path / "chart.csv", CHART))
-
-
-def test_the_verdict_does_not_need_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = pictured(tmp_path / "run", ("kl",))
-    result = run(own, "--no-pictures")
-    assert "picture" not in result.output and not (own / "plots").exists()
-    (own / "plots").write_text("a file")
-    blocked = run(own)
-    assert f"no picture: {own}/plots cannot be written" in blocked.output and blocked.exit_code == result.exit_code
-    monkeypatch.delitem(sys.modules, "mismatch_plugin.diagnose.panels", raising=False)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    without = run(own)
-    assert "pip install 'mismatch-plugin[lab]'" in without.output and without.exit_code == result.exit_code

@@ -25,9 +25,8 @@ def kept(config: mp.MismatchConfig, kl: float, length: int, responses: int = 600
 
 
 CRITERIA = (
-    *("token:ratio:0.9:1.1", "token:k2:0.005", "token:k3:0.005", "sequence_max:k2:0.02", "sequence_max:k3:0.02"),
-    *("sequence_max:ratio:0:1.2", "sequence_sum:ratio:0.7:1.4", "sequence_sum:k3:0.11"),
-    *("sequence_mean:ratio:0.99:1.005", "sequence_mean:k3:0.0021"),
+    *("token:ratio:0.9:1.1", "sequence_sum:ratio:0.7:1.4", "sequence_mean:ratio:0.99:1.005"),
+    *("sequence_mean:k3:0.0021", "sequence_max:k2:0.02"),
 )
 
 LEVELS = ("token", "sequence", "geometric")

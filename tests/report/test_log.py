@@ -1,5 +1,4 @@
-"""What a run writes: steps that are numbered, appended and readable, by one run at a time, on any disk; statistics in
-its lines, of which several steps say together what one batch of all of them says."""
+"""What a run writes: steps that are numbered, appended and readable, by one run at a time, on any disk."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ import json
 import logging
 import math
 import multiprocessing
-import os
 import subprocess
 import sys
 import threading
@@ -22,7 +20,6 @@ import torch
 import mismatch_plugin as mp
 from mismatch_plugin.report import log
 from mismatch_plugin.report.log import log_step, read_steps, validate_same_settings, write_step
-from mismatch_plugin.report.state import STATE, merged_metrics, state_of
 
 CONFIG = mp.MismatchConfig()
 STEP = {"rollout_corr/kl": 0.1}
@@ -42,7 +39,6 @@ def numbers(folder: Path) -> list[float]:
         ('{"a": 1}\n{"a": 2}\n{"a": {"b": 1}', 3),  # of a version that wrote none
         ('{"step": 3.0}\n', 4),
         ('{"step": 12}\n{"step": ' + DEEP + "\n", 13),
-        ('{"step": 2}\n' + '{"step": 3, "x": "' + "y" * 200_000 + '"}\n', 4),  # longer than what is read at once
     ],
 )
 def test_numbers_go_on_after_what_is_in_the_file(tmp_path: Path, before: str, step: int) -> None:
@@ -66,14 +62,11 @@ def test_steps_come_back_as_written_and_those_of_other_settings_are_refused(tmp_
     write_step(folder, CONFIG.model_copy(update={"report_dir": "elsewhere"}), {"step": 7, **step})  # the same one
     write_step(folder, CONFIG, step)
     assert numbers(folder) == [1, 7, 8]
-    with pytest.raises(ValueError, match=r"metric loss is a Tensor, not a number: give float\(value\)"):
+    with pytest.raises(ValueError, match=r"not a number: .*Tensor.* Give float\(value\)"):
         write_step(folder, CONFIG, {**STEP, "loss": torch.tensor(1.0)})  # type: ignore[dict-item]
     assert numbers(folder) == [1, 7, 8]  # nothing of the refused step is there
     with pytest.raises(ValueError, match="is not there"):
         numbers(tmp_path / "other.jsonl")
-    os.mkfifo(tmp_path / "settings.json")
-    with pytest.raises(ValueError, match=r"settings\.json is a pipe, not a regular file"):
-        write_step(tmp_path, CONFIG, STEP)
 
 
 @pytest.mark.parametrize("line", ['"step": 5}', "[1]", '{"a": ' + DEEP + "]" * 100_000 + "}", f'{{"a": 1{"0" * 400}}}'])
@@ -161,9 +154,9 @@ def test_a_disk_that_hangs_does_not_hold_training(
 ) -> None:
     hangs, written, real = threading.Event(), threading.Event(), log.write_step
 
-    def write(folder: Path, config: mp.MismatchConfig, step: Any, *state: Any) -> None:
+    def write(folder: Path, config: mp.MismatchConfig, step: Any) -> None:
         hangs.wait()
-        real(folder, config, step, *state)
+        real(folder, config, step)
         if step["step"] == 5:
             written.set()
 
@@ -194,74 +187,3 @@ def test_numbers_of_a_host_are_ours_by_name_and_its_own() -> None:
     given = {"actor/rollout_corr/kl": np.float64(0.5), "actor/grad_norm": torch.tensor(2.0), "lengths": np.ones(3)}
     given |= {"run": "a", "done": True, "none": None, "steps": 7}
     assert log.numbers_in(given) == {"rollout_corr/kl": 0.5, "actor/grad_norm": 2.0, "steps": 7.0}
-
-
-# Statistics in a run's lines ------------------------------------------------------------------------------------------
-
-CONFIGS: dict[str, dict[str, Any]] = {
-    "weights and criteria": {
-        "use_tis": True,
-        "tis": {"level": "sequence", "mode": "mask", "upper_bound": 3.0},
-        "rs": {"criteria": ["sequence_max:k2:0.5"], "veto_threshold": 1e-4},
-    },
-    "normalised": {"use_tis": True, "tis": {"batch_normalize": True}},
-    "measured only": {},
-}
-
-
-def batch(steps: range) -> mp.PackedSequences:
-    """Three sequences a step, the same in a step of its own as among others; the mismatch grows."""
-    names = ("old_log_probs", "rollout_log_probs", "loss_masks", "advantages", "weight_versions")
-    rows: dict[str, Any] = {name: [] for name in names}
-    for step in steps:
-        draw = torch.Generator().manual_seed(step)
-        for length in (40, 700, 1 + step):
-            old = -3.0 * torch.rand(length, generator=draw, dtype=torch.float64) - 2.0
-            noise = torch.randn(length, generator=draw, dtype=torch.float64)
-            rows["old_log_probs"].append(old)
-            rows["rollout_log_probs"].append(old - 0.02 * (step + 1) * noise)
-            rows["loss_masks"].append((torch.rand(length, generator=draw) > 0.2).long())
-            rows["advantages"].append(torch.randn((), generator=draw, dtype=torch.float64))
-            rows["weight_versions"].append(torch.full((length,), 3 + step % 2))
-    return mp.PackedSequences.from_lists(**rows)
-
-
-def write_batches(folder: Path, config: mp.MismatchConfig, steps: int) -> Path:
-    for step in range(steps):
-        statistics = mp.correct(batch(range(step, step + 1)), config).statistics
-        write_step(folder, config, {"step": step, **statistics.metrics()}, state_of(statistics))
-    return folder / "metrics.jsonl"
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_steps_together_are_one_batch(tmp_path: Path, name: str) -> None:
-    """A mean of the steps' deviations is not the deviation of their tokens."""
-    config = mp.MismatchConfig(metrics="full", **CONFIGS[name])
-    path = write_batches(tmp_path, config, 6)
-    for last in (1, 4, 6):
-        found = merged_metrics(path, config, last)
-        whole = mp.correct(batch(range(6 - last, 6)), config).statistics.metrics()
-        assert found is not None and found.keys() == whole.keys()
-        assert found == pytest.approx(whole, rel=1e-9, abs=1e-12, nan_ok=True), last
-    assert max(map(len, path.read_text().splitlines())) < 1 << 16 and numbers(tmp_path) == [*range(6)]
-    basic = write_batches(tmp_path / "basic", CONFIG, 1)  # only full metrics carry it
-    assert STATE not in json.loads(basic.read_text()) and merged_metrics(basic, CONFIG, 1) is None
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"sums": {"one@tokens": 1}, "maxima": {}},  # of other names
-        {"sums": {"histogram": [2048, 5000, 1]}, "maxima": {}},
-        {"sums": {"histogram": [1e12, 0, 1]}, "maxima": {}},
-        {"sums": {"one@tokens": "many"}, "maxima": {}},
-        None,
-    ],
-)
-def test_what_does_not_belong_together_is_not_merged(tmp_path: Path, state: Any) -> None:
-    config = mp.MismatchConfig(metrics="full")
-    path = write_batches(tmp_path, config, 1)
-    assert merged_metrics(path, config, 2) is not None
-    with path.open("a") as lines:
-        lines.write(json.dumps({"step": 2, STATE: state}) + "\n")
-    assert merged_metrics(path, config, 2) is None

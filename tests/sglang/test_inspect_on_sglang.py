@@ -1,4 +1,4 @@
-"""`mismatch-plugin inspect` on real servers: by statistics, without what the plugin tells; and live, with --url."""
+"""`mismatch-plugin inspect` on real servers: by statistics, without what the plugin tells, and by rescoring."""
 
 from __future__ import annotations
 
@@ -121,14 +121,7 @@ def test_stale_caches_show_without_the_plugin(bare: CpuServer, tmp_path: Path, s
                 assert f"{replies // 2} samples with most of the prompt cached" in found["findings"][0]["evidence"]
 
 
-# Live -----------------------------------------------------------------------------------------------------------------
-
-
-def test_a_server_is_sampled_and_scored(bfloat16_server: CpuServer, checkpoint: Path) -> None:
-    told = inspect("--url", bfloat16_server.url, "--checkpoint", checkpoint, "--samples", 32)
-    assert told["format"] == "live" and told["samples"] == 32 and told["findings"] == []
-    assert told["verdict"] in ("normal", "large") and told["recommendation"]["flags"]["slime"]
-    assert any("sampled now" in note for note in told["notes"])
+# Servers that rescore ------------------------------------------------------------------------------------------------
 
 
 def test_a_server_that_has_other_weights_than_the_checkpoint_is_named(
@@ -136,15 +129,10 @@ def test_a_server_that_has_other_weights_than_the_checkpoint_is_named(
 ) -> None:
     now = moved(STEPS, SIZES["strong"])
     send(bare, now, NOW)
+    write_samples(tmp_path / "records.jsonl", run(bare, lambda client: client.generate(APART[:16], MEDIUM)))
     send(one, moved(0, 0.0), NOW)
-    (tmp_path / "prompts.jsonl").write_text("".join(f"{prompt}\n" for prompt in APART[:16]))
-    urls = ("--url", bare.url, "--url", one.url, "--prompts", tmp_path / "prompts.jsonl", "--samples", 16)
-    found = inspect(*urls, "--checkpoint", saved(tmp_path / "now", now))
-    assert found["samples"] == 32 and found["findings"][0]["fault"] == "server_differs", found["findings"]
+    urls = ("--url", bare.url, "--url", one.url)
+    found = inspect(tmp_path / "records.jsonl", *urls, "--checkpoint", saved(tmp_path / "now", now))
+    assert found["samples"] == 16 and found["findings"][0]["fault"] == "server_differs", found["findings"]
     evidence = found["findings"][0]["evidence"]
     assert one.url in evidence and bare.url not in evidence
-
-
-def test_without_a_checkpoint_prompts_are_asked_for(bare: CpuServer) -> None:
-    done = CliRunner().invoke(app, ["inspect", "--url", bare.url, "--json", "--no-report"])
-    assert done.exit_code == 2 and "--prompts" in json.loads(done.stdout)["headline"]

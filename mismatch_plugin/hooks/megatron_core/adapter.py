@@ -41,7 +41,6 @@ from mismatch_plugin.log_probs import (
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.step import Step, StepTotals, deferred_with, end_step
 from mismatch_plugin.report.log import log_step, validate_same_settings
-from mismatch_plugin.report.state import state_of
 
 
 class MegatronLoss:
@@ -280,7 +279,7 @@ class MegatronLoss:
             return {}
         metrics = self.finished.metrics()
         if self.config.report_dir is not None and self.writes:
-            log_step(self.config.report_dir, self.config, metrics, state_of(self.finished))
+            log_step(self.config.report_dir, self.config, metrics)
         return metrics
 
 

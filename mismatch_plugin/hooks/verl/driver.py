@@ -8,8 +8,6 @@ mean and deviation. What was rejected travels from one to the other in the batch
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import reduce
 from typing import Any
 
 import torch
@@ -18,14 +16,11 @@ from torch import Tensor
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.correction import correct
 from mismatch_plugin.core.groups import group_advantages, group_metrics
-from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.hooks.verl.config import check_tree
 from mismatch_plugin.report.log import report_logged
 
 _ACCEPTED, _LEAST = "mismatch_accepted", "mismatch_min_group"
-UNREPORTED: list[Statistics] = []
-"""Of the rollout batches of the step in progress, in the process that logs it."""
 
 
 def correct_rollout_batch(batch: Any, config: MismatchConfig) -> tuple[Any, dict[str, float]]:
@@ -48,8 +43,6 @@ def correct_rollout_batch(batch: Any, config: MismatchConfig) -> tuple[Any, dict
     metrics = correction.statistics.metrics()  # raises before anything is written
     if config.rs.group != "keep":
         metrics |= mark_accepted(batch, config, correction.kept_N > 0)
-    if config.report_dir is not None:
-        UNREPORTED.append(replace(correction.statistics, locators=()))  # these hold the batch
     stays = config.denominator == "original"
     if config.rejects and packed.loss_mask.numel():
         stays = stays or not bool(correction.keep.any())
@@ -160,6 +153,4 @@ def log_step(
     own(self, data, step, *args, **kwargs)
     config = self.mismatch_settings
     if config is not None and config.report_dir is not None:
-        seen = reduce(Statistics.merge, UNREPORTED) if UNREPORTED else None
-        if report_logged(config, int(step), data, seen):
-            UNREPORTED.clear()
+        report_logged(config, int(step), data)
