@@ -42,7 +42,12 @@ class Tokens:
 
     @cached_property
     def order(self) -> Ints:
-        """The tokens from the likeliest one on by the rollout side; of equal ones the first first."""
+        """The tokens from the least likely one on by the rollout side; of equal ones the first first."""
+        return np.argsort(self.rollout, kind="stable")
+
+    @cached_property
+    def order_down(self) -> Ints:
+        """The same from the likeliest one on; of equal ones the first first."""
         return np.argsort(-self.rollout, kind="stable")
 
     def sides(self, side: LogProbSide) -> tuple[Floats, Floats]:

@@ -95,7 +95,7 @@ def ordinary(tokens: Tokens, values: Floats, typical: Callable[[Floats], Any], k
     """[T] what `typical` is of the values of tokens of the same kind in the same tenth by rollout log-prob."""
     found = np.zeros(len(values))
     for chosen in kinds or [np.ones(len(values), dtype=bool)]:
-        for part in np.array_split(tokens.order[chosen[tokens.order]], BINS):
+        for part in np.array_split(tokens.order_down[chosen[tokens.order_down]], BINS):
             if len(part):
                 found[part] = typical(values[part])
     return found
