@@ -119,7 +119,7 @@ def test_the_distribution_of_few_of_equal_and_of_far_tokens() -> None:
 # What counts ----------------------------------------------------------------------------------------------------------
 
 ONE = "predictions take 1, without settings whose criteria depend on the advantage"
-NO_ADVANTAGES = f"there are no advantages, and no reward of every response: {ONE}"
+NO_ADVANTAGES = f"there are no advantages of all tokens, and no reward of every response: {ONE}"
 SAID = "advantages are made of the rewards, centred and divided by their deviation"
 
 
@@ -144,13 +144,13 @@ def test_only_trained_tokens_with_two_sound_numbers_count() -> None:
         ([{"reward": 1.0}, {"reward": NAN}], NO_ADVANTAGES),
         ([{"reward": 0.1}] * 3, f"rewards are the same within each prompt: {ONE}"),
         ([{"advantages": np.zeros(60)}] * 2, f"all advantages are 0, which trains nothing: {ONE}"),
-        ([{"advantages": np.ones(60)}, {}], f"some tokens have no advantage, so none is used; {NO_ADVANTAGES}"),
+        ([{"advantages": np.ones(60)}, {}], NO_ADVANTAGES),
         ([{"advantages": np.full(60, 2.0)}] * 2, ""),
         ([{"group": group, "reward": r} for group, r in ((0, 1.0), (0, 0.0), (1, 5.0), (1, 5.0))],
          f"{SAID} within each group"),
         ([{"prompt_ids": [1 + at % 2], "reward": float(at)} for at in range(4)], f"{SAID} within each prompt"),
         ([{"prompt_ids": [1 + at], "reward": float(at)} for at in range(4)],
-         f"{SAID} over the batch, for no two responses share a group or prompt"),
+         f"{SAID} over the batch, since no two share a group"),
     ],
 )  # fmt: skip
 def test_where_advantages_come_from_is_said(each: list[dict[str, Any]], note: str) -> None:
