@@ -53,7 +53,7 @@ def metrics_table() -> Table:
 
 def detections_table() -> Table:
     """Every fault that `inspect` names."""
-    rows = tuple((fault.name, fault.happened, fault.shown_by) for fault in FAULTS.values())
+    rows = tuple((name, fault.happened, fault.shown_by) for name, fault in FAULTS.items())
     return Table("Faults", ("fault", "what happened", "what shows it"), rows, code=frozenset({"fault"}))
 
 

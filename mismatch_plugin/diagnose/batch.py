@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from mismatch_plugin.data.arrays import Bools, Floats, Ints
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.diagnose.findings import FaultName, Finding, Item, LogProbSide, Side, place_of
-from mismatch_plugin.sglang.delivered import Delivered
+from mismatch_plugin.diagnose.scorers import Checkpoint
 
 DEFAULT_MAX_STALENESS = 1
 FIELD: dict[LogProbSide, str] = {"rollout": "rollout_log_probs", "training": "train_log_probs"}
@@ -60,38 +59,22 @@ class Tokens:
         return Tokens(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
 
 
-class Between(Protocol):
-    """Models between the weights that the run began with and the present ones (`layers.Mix`).
-
-    parts: ways to divide the tensors that differ: name of a part → its parameters. delivered: what bfloat16 leaves of
-    the change from one to the other; None where nothing changed.
-    """
-
-    parts: tuple[dict[str, tuple[str, ...]], ...]
-    delivered: Delivered | None
-
-    def log_probs(self, sample: Sample, from_start: Collection[str]) -> Floats:
-        """[n] with these parameters from the start and all others from now."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
 class Batch:
     """N samples in the order of the records file, `index` being their place, and what else the detectors may know.
 
-    eos_ids: ids known to end a response. max_staleness: steps that rollouts may be behind. logits: gives the [n, V]
-    float32 logits of a sample before temperature, row t is what response token t was drawn from; None without a
-    checkpoint. from_checkpoint: the training side's log-probs were themselves computed from these logits. between: with
-    both checkpoints. known_quantised: the user says that a side is.
+    eos_ids: ids known to end a response. max_staleness: steps that rollouts may be behind. now, start: checkpoints of
+    the present weights, and of those that the run began with. from_checkpoint: `now` scored the training side.
+    known_quantised: the user says that a side is.
     """
 
     samples: tuple[Sample, ...]
     eos_ids: frozenset[int] = frozenset()
     has_training: bool = True
     max_staleness: int = DEFAULT_MAX_STALENESS
-    logits: Callable[[Sample], Tensor] | None = None
+    now: Checkpoint | None = None
+    start: Checkpoint | None = None
     from_checkpoint: bool = False
-    between: Between | None = None
     known_quantised: bool = False
 
     def __len__(self) -> int:
@@ -148,14 +131,6 @@ class Batch:
         samples = [self.samples[index] for index in np.unique(tokens.sample)]
         first = place_of(self.samples[int(tokens.sample[0])], int(tokens.position[0]))
         return self.finding(fault, side, evidence, fix, samples, **({"tokens": len(tokens), "first": first} | more))
-
-
-def median(values: Floats) -> float:
-    """np.median of at least one number, none of them NaN, without its overhead."""
-    middle = len(values) // 2
-    if len(values) % 2:
-        return float(np.partition(values, middle)[middle])
-    return float(np.partition(values, (middle - 1, middle))[middle - 1 : middle + 1].mean())
 
 
 def medians(values: Floats, group: Ints) -> Floats:

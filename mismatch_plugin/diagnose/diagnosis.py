@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config import preset as find
-from mismatch_plugin.data.read import Dump, InputError, read
+from mismatch_plugin.data.read import InputError, read
 from mismatch_plugin.data.versions import version_number
 from mismatch_plugin.diagnose.batch import DEFAULT_MAX_STALENESS, Batch, make_batch
-from mismatch_plugin.diagnose.detectors.layers import Mix
 from mismatch_plugin.diagnose.detectors.run import FAULTS, check_batch
 from mismatch_plugin.diagnose.detectors.servers import compare_servers, workers_of
 from mismatch_plugin.diagnose.findings import CheckResult, Finding
@@ -49,16 +48,12 @@ def own_settings(config: Path | None, preset: str | None, flags: str | None) -> 
 
 class Inputs(NamedTuple):
     """batch: both sides. notes: what was read, and what a reader must know. findings: what reading itself showed,
-    which no detector of the batch can see. source, format: what was read, and as what. copied: sides that are equal
-    may be copies. command: what read it."""
+    which no detector of the batch can see. format: of the dump."""
 
     batch: Batch
-    notes: tuple[str, ...]
-    findings: tuple[Finding, ...]
-    source: str
+    notes: list[str]
+    findings: list[Finding]
     format: str
-    copied: bool
-    command: str
 
 
 def read_inputs(
@@ -83,8 +78,10 @@ def read_inputs(
     if urls and training is not None and checkpoint is None:
         raise InputError("TRAINING and --url say the same thing twice: leave one out, or add --checkpoint.")
     model = None if checkpoint is None else Checkpoint(checkpoint)
-    dump, named = _dump(path, training, format), encodable(str(path))
-    samples, notes = dump.samples, [f"{len(dump.samples)} records of {named}", *dump.notes]
+    dump = read(path, training, format=format)
+    if not any(map(len, dump.samples)):
+        raise InputError(f"{path} holds no response: there is nothing to check.")
+    samples, notes = dump.samples, [f"{len(dump.samples)} records of {path}", *dump.notes]
     late = sum(bool(sample.mask.any() and not sample.mask[0]) for sample in samples)
     if late > len(samples) / 2:
         notes.append(
@@ -97,7 +94,7 @@ def read_inputs(
         samples, said = from_checkpoint(model, samples) if model is not None else from_server(workers[0], samples)
         notes += said
     elif dump.has_training:
-        notes.append(f"training side: {training or named}")
+        notes.append(f"training side: {training or path}")
     start = None if reference_checkpoint is None else Checkpoint(reference_checkpoint)
     if start is not None:
         samples = with_reference(samples, start)
@@ -110,31 +107,10 @@ def read_inputs(
         samples = [s if s.trainer_version else s.with_fields(trainer_version=weight_version) for s in samples]
     known = [*eos_ids, *(model.eos_ids if model else [])]
     batch = make_batch(samples, eos_ids=known, has_training=scored or dump.has_training)
-    batch = replace(batch, max_staleness=max_staleness)
+    batch = replace(batch, max_staleness=max_staleness, now=model, start=start, from_checkpoint=bool(model and scored))
     if not any(sample.mask.any() for sample in batch):
         raise InputError("every loss mask is 0: there is no trained token to check.")
-    if model is not None:
-        between = None if start is None else Mix(model, start)
-        batch = replace(
-            batch, logits=lambda sample: model.logits(sample, sample.index), from_checkpoint=scored, between=between
-        )
-    # Where verl bypasses the old log-probs it copies the rollout's.
-    copied = dump.format == "verl" and training is None and not scored and dump.has_training
-    given = [str(file) for file in (path, training) if file is not None]
-    command = encodable(shlex.join(["mismatch-plugin", "inspect", *given, *(f"--url={url}" for url in urls)]))
-    return Inputs(batch, tuple(map(encodable, notes)), tuple(findings), named, dump.format, copied, command)
-
-
-def _dump(path: Path, training: Path | None, format: str | None) -> Dump:
-    try:
-        dump = read(path, training, format=format)
-    except InputError:
-        raise
-    except (OSError, ValueError, ImportError) as error:
-        raise InputError(f"cannot read the records: {error}") from None
-    if not any(map(len, dump.samples)):
-        raise InputError(f"{path} holds no response: there is nothing to check.")
-    return dump
+    return Inputs(batch, notes, findings, dump.format)
 
 
 def diagnose_files(
@@ -169,21 +145,25 @@ def diagnose_files(
         gate, gate_kl, own = True, own.gate_kl if gate_kl is None else gate_kl, own.replace(gate_kl=None)
     if {hints.engine, hints.trainer} & {"fp8", "fp4", "int8", "int4"}:
         batch = replace(batch, known_quantised=True)
-    check = check_batch(batch, accept=accept, notes=inputs.notes, found=inputs.findings)
+    check = check_batch(batch, accept=accept, notes=[*map(encodable, inputs.notes)], found=inputs.findings)
     level, stale = check.mismatch, _stale(batch)
-    copied = inputs.copied and level is not None and level.abs_max == 0.0
+    # Where verl bypasses the old log-probs it copies the rollout's.
+    own_sides = training is None and checkpoint is None and not urls and batch.has_training
+    copied = inputs.format == "verl" and own_sides and level is not None and level.abs_max == 0.0
+    given = [str(path), *([str(training)] if training else []), *(f"--url={url}" for url in urls)]
+    command = encodable(shlex.join(["mismatch-plugin", "inspect", *given]))
     answer = None if level is None or copied else normality(level, replace(hints, stale=stale))
     if check.status == "faults":
         verdict: Verdict = "fault"
     elif check.status == "undecided" or answer is None:
         verdict = "undecided"
     else:
-        verdict = "large" if answer.normal is False else "normal"
+        verdict = "normal" if answer.normal else "large"
     found = Diagnosis(
         verdict=verdict,
         headline=_headline(verdict, check, batch.has_training),
-        next_step=_next_step(verdict, batch, check, copied, inputs.command),
-        source=inputs.source,
+        next_step=_next_step(verdict, batch, check, copied, command),
+        source=encodable(str(path)),
         format=inputs.format,
         samples=check.samples,
         tokens=check.tokens,
@@ -292,7 +272,7 @@ def _next_step(verdict: Verdict, batch: Batch, check: CheckResult, copied: bool,
         )
     if verdict != "large" and all(item.fault != UNEXPLAINED for item in check.findings if item.counts):
         return ""
-    if batch.logits is not None and batch.between is not None:
+    if batch.now is not None and batch.start is not None:
         return "No cause was found: see where it sits on the page, and --accept what is meant."
     return (
         "To find the cause (updates that did not arrive, a filter, a temperature), give the trainer's weights of now "

@@ -188,13 +188,8 @@ class Figures:
         return self.k3_kl * self.longest_turn
 
 
-def figures_of(
-    packed: PackedSequences, *, stale: float | None = None, one_step: bool = False, expensive_pass: bool = False
-) -> Figures:
-    """The figures of a batch as `packed_of` makes it: every token trains, every sequence has one.
-
-    stale: how many steps the oldest tokens are behind; None: newest minus oldest of `weight_versions`.
-    """
+def figures_of(packed: PackedSequences, *, stale: float, one_step: bool, expensive_pass: bool) -> Figures:
+    """The figures of a batch as `packed_of` makes it: every token trains, every sequence has one."""
     assert packed.old_log_probs is not None and packed.rollout_log_probs is not None
     log_ratio = (packed.old_log_probs - packed.rollout_log_probs).double().clamp(-SAFETY_BOUND, SAFETY_BOUND)
     ratio, size, divergence = log_ratio.exp(), log_ratio.abs(), k3(log_ratio)
@@ -217,8 +212,6 @@ def figures_of(
         values = packed.advantages.double()
         most, least = segment_max(values, packed.offsets), -segment_max(-values, packed.offsets)
         credit = float((most - least > 1e-6 * torch.maximum(most.abs(), least.abs())).double().mean())
-    if stale is None:
-        stale = 0.0 if versions is None else float(versions.max() - versions.min())
     return Figures(
         k3_kl=float(divergence.mean()),
         ess=float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +58,15 @@ class Checkpoint:
 
     def scored(self, records: Sequence[Sample]) -> list[Floats]:
         """[n] of each: log-softmax(logits / temperature), at 1 where the record is greedy, without penalties."""
-        found = []
+        return [log_probs for log_probs, _ in self.distributions(records)]
+
+    def distributions(self, records: Sequence[Sample]) -> Iterator[tuple[Floats, Floats]]:
+        """[n] of each: the same log-probs, and entropies."""
         for index, record in enumerate(records):
             log_probs = (self.logits(record, index) / record.log_prob_temperature).log_softmax(-1)
             ids = torch.as_tensor(record.response_ids, dtype=torch.long)
-            found.append(log_probs.gather(-1, ids[:, None])[:, 0].double().numpy())
-        return found
+            entropy = -(log_probs.exp() * log_probs).sum(-1)
+            yield log_probs.gather(-1, ids[:, None])[:, 0].double().numpy(), entropy.double().numpy()
 
     @torch.inference_mode()
     def logits(self, record: Sample, index: int) -> Tensor:
@@ -138,8 +141,10 @@ def with_reference(samples: Sequence[Sample], start: Checkpoint) -> list[Sample]
 
 def from_checkpoint(model: Checkpoint, records: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
     """--checkpoint: the records with a training side, and what it is."""
-    samples = [with_training(*pair) for pair in zip(records, model.scored(records), strict=True)]
-    samples = [one.with_fields(trained_experts=model.experts(one)) for one in samples]
+    samples = [
+        with_training(record, log_probs).with_fields(entropy=entropy, trained_experts=model.experts(record))
+        for record, (log_probs, entropy) in zip(records, model.distributions(records), strict=True)
+    ]
     return samples, [f"training side: {model.folder} in float32, at each record's temperature"]
 
 

@@ -119,7 +119,7 @@ def test_the_distribution_of_few_of_equal_and_of_far_tokens() -> None:
 # What counts ----------------------------------------------------------------------------------------------------------
 
 ONE = "predictions take 1, without settings whose criteria depend on the advantage"
-NO_ADVANTAGES = f"there are no advantages, and no reward of every response: {ONE}"
+NO_ADVANTAGES = f"there are no advantages of all tokens, and no reward of every response: {ONE}"
 SAID = "advantages are made of the rewards, centred and divided by their deviation"
 
 
@@ -144,13 +144,13 @@ def test_only_trained_tokens_with_two_sound_numbers_count() -> None:
         ([{"reward": 1.0}, {"reward": NAN}], NO_ADVANTAGES),
         ([{"reward": 0.1}] * 3, f"rewards are the same within each prompt: {ONE}"),
         ([{"advantages": np.zeros(60)}] * 2, f"all advantages are 0, which trains nothing: {ONE}"),
-        ([{"advantages": np.ones(60)}, {}], f"some tokens have no advantage, so none is used; {NO_ADVANTAGES}"),
+        ([{"advantages": np.ones(60)}, {}], NO_ADVANTAGES),
         ([{"advantages": np.full(60, 2.0)}] * 2, ""),
         ([{"group": group, "reward": r} for group, r in ((0, 1.0), (0, 0.0), (1, 5.0), (1, 5.0))],
          f"{SAID} within each group"),
         ([{"prompt_ids": [1 + at % 2], "reward": float(at)} for at in range(4)], f"{SAID} within each prompt"),
         ([{"prompt_ids": [1 + at], "reward": float(at)} for at in range(4)],
-         f"{SAID} over the batch, for no two responses share a group or prompt"),
+         f"{SAID} over the batch, since no two share a group"),
     ],
 )  # fmt: skip
 def test_where_advantages_come_from_is_said(each: list[dict[str, Any]], note: str) -> None:
@@ -222,10 +222,10 @@ def test_is_this_normal(abs_mean: float, k3_kl: float, options: tuple[str, ...],
 def test_what_was_measured_here_is_not_called_published_and_stale_rollouts_are_a_kind_of_their_own() -> None:
     said = "mean |Δ log p| 0.036 (ours 0.03), k3 0.0013 (ours 0.0008)"
     own = inspect(with_gaps(0.036, 1.3e-3), "--brief", "--trainer", "fp32")["normality"]
-    assert own == f"normal, within twice what is measured on our tiny models for bf16 engine, fp32 trainer: {said}."
+    assert own == f"normal, within twice the largest known for bf16 engine, fp32 trainer: {said}."
     for k3_kl, words in (
-        (0.03, "as measured on our tiny models for stale rollouts: k3 0.03 (published 0.0017 to "),
-        (0.005, "as published for stale rollouts: k3 0.005 (published 0.0017 to 0.0054, ours "),
+        (0.03, "as known for stale rollouts: k3 0.03 (published 0.0017 to "),
+        (0.005, "as known for stale rollouts: k3 0.005 (published 0.0017 to 0.0054, ours "),
     ):
         span = {"weight_versions": [WeightSpan(version="3", start=0, end=100)], "trainer_version": "7"}
         stale = [one.with_fields(**span) for one in with_gaps(0.05, k3_kl)]

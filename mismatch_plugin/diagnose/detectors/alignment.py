@@ -1,11 +1,11 @@
-"""Is each training log-prob next to the rollout log-prob of the same token of the same sample?
+"""Is each training log-prob next to the rollout log-prob of the same token of the same sample, from the same experts?
 
 Ids tell it where both sides have them. Else: is there another pairing under which the two sides agree far better?
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -14,8 +14,7 @@ import numpy as np
 from mismatch_plugin.data.arrays import Floats, Ints
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.diagnose.batch import Batch, Outcome
-from mismatch_plugin.diagnose.detectors import distance
-from mismatch_plugin.diagnose.detectors.distance import CLIPPED_GAP, Comparison, Distances, compare, distances, pooled
+from mismatch_plugin.diagnose.detectors.distance import CLIP, Comparison, average, between, compare, distances, told
 from mismatch_plugin.diagnose.detectors.numbers import eos_finding
 from mismatch_plugin.diagnose.findings import Item, LogProbSide, place_of, too_few
 
@@ -50,8 +49,8 @@ def shifted(values: Floats, lag: int, length: int) -> Floats:
     return result
 
 
-def moved(sample: Sample, lag: int) -> Distances:
-    """Of the rollout log-probs to the training ones so many positions on."""
+def moved(sample: Sample, lag: int) -> Floats:
+    """Distances of the rollout log-probs to the training ones so many positions on."""
     return distances(sample, shifted(sample.train_log_probs, lag, len(sample)))
 
 
@@ -63,17 +62,17 @@ def _best_lag(
     samples: Sequence[Sample], lags: Collection[int] = LAGS, minimum: int = MIN_TOKENS
 ) -> tuple[int, Comparison] | None:
     """The k with rollout[t] far closer to training[t + k] than to training[t]. minimum: tokens that both can judge."""
-    own = pooled([distances(sample) for sample in samples])
-    if own.mean < MIN_GAIN_NATS:
+    own = np.concatenate([distances(sample) for sample in samples])
+    if average(own) < MIN_GAIN_NATS:
         return None
     whole_prompt = _surplus(samples[0])  # in front of the response: likelier than any other lag
-    found = [(lag, compare(own, pooled([moved(sample, lag) for sample in samples]))) for lag in lags]
+    found = [(lag, compare(own, np.concatenate([moved(sample, lag) for sample in samples]))) for lag in lags]
     clear = [pair for pair in found if _clear(pair[1], minimum, 2.0 if pair[0] == whole_prompt else STANDARD_ERRORS)]
     return min(clear, key=lambda pair: pair[1].other, default=None)
 
 
 def _lag_findings(
-    batch: Batch, lagged: Sequence[tuple[Sample, int]], of_samples: int, why: str, *, boundary: bool = False
+    batch: Batch, lagged: Sequence[tuple[Sample, int]], why: str, *, boundary: bool = False
 ) -> list[Item]:
     """One finding for a shift by one, one for larger ones. boundary: of lists that are too long it is never a shift."""
     found: list[Item] = []
@@ -83,91 +82,49 @@ def _lag_findings(
             continue
         lags = [lag for _, lag in chosen]
         main = max(sorted(set(lags)), key=lags.count)
-        direction = f"token{'s' * (abs(main) > 1)} too {'early' if main > 0 else 'late'}"
         amounts = ", ".join(f"{lag:+d}" for lag in sorted(set(lags))[:6])
         evidence = (
-            f"In {len(chosen)} of {of_samples} samples the training side's list starts {abs(main)} {direction} "
-            f"(rollout[t] belongs to training[t + k], k = {amounts}): {why}."
+            f"In {len(chosen)} of {len(batch)} samples the training side's list starts {abs(main)} token(s) too "
+            f"{'early' if main > 0 else 'late'} (rollout[t] belongs to training[t + k], k = {amounts}): {why}."
         )
-        samples, told = [sample for sample, _ in chosen], {"lag": main}
-        found.append(batch.finding(name, "both", evidence, fix, samples, of_samples=of_samples, statistics=told))
+        samples = [sample for sample, _ in chosen]
+        found.append(batch.finding(name, "both", evidence, fix, samples, statistics={"lag": main}))
     return found
 
 
 def find_ids(batch: Batch) -> Outcome:
-    """Compare prompt and response ids; what differs cannot be compared afterwards.
-
-    Ids that are another sample's, or the response's own some positions off, are named for what they are.
-    """
-    swapped: list[tuple[Sample, Sample]] = []
-    lagged: list[tuple[Sample, int]] = []
-    differing: list[tuple[Sample, Ints, Ints]] = []
-    changed: dict[int, dict[str, Any]] = {}
-    compared = [(sample, sample.trained_ids) for sample in batch if sample.trained_ids is not None]
-    owners = (
-        {tuple(one.response_ids.tolist()): one for one in reversed(batch.samples) if len(one) > 1} if compared else {}
-    )
-    for sample, theirs in compared:
-        ours = sample.response_ids
-        shared = min(len(ours), len(theirs))
-        positions = np.flatnonzero(ours[:shared] != theirs[:shared])
-        if not len(positions):
-            continue  # what is left is a question of length
-        owner, lag = owners.get(tuple(theirs.tolist())), _lag(ours, theirs)
-        if owner is not None and len(theirs) == len(sample.train_log_probs):
-            swapped.append((sample, owner))
-        elif lag is not None:
-            lagged.append((sample, lag))
-            there = shifted(sample.train_log_probs, lag, len(sample))
-            changed[sample.index] = {"train_log_probs": there, "loss_mask": sample.mask & ~np.isnan(there)}
-        else:
-            differing.append((sample, theirs, positions))
-            mask = sample.mask.copy()
-            mask[positions] = False
-            changed[sample.index] = {"loss_mask": mask}
-    found = _prompts(batch)
-    if swapped:
-        changed |= {sample.index: _incomparable(sample) for sample, _ in swapped}  # unless its own is found
-        changed |= {owner.index: {"train_log_probs": sample.train_log_probs} for sample, owner in swapped}
-        found.append(_swap_finding(batch, swapped, len(compared), "their token ids are those of another sample"))
-    found += _lag_findings(batch, lagged, len(compared), "its token ids tell")
-    if differing:
-        sample, theirs, positions = differing[0]
-        at, count = int(positions[0]), sum(len(positions) for *_, positions in differing)
-        of = f"{len(differing)} of {len(compared)} samples"
-        evidence = f"{count} response ids in {of} are others on the training side."
-        first = place_of(sample, at, rollout=int(sample.response_ids[at]), training=int(theirs[at]))
-        about = {"tokens": count, "of_samples": len(compared), "first": first}
+    """Compare prompt and response ids; what differs cannot be compared afterwards."""
+    found: list[Item] = []
+    prompts = [(one, one.prompt_ids, one.trained_prompt_ids) for one in batch if one.trained_prompt_ids is not None]
+    if differing := [pair for pair in prompts if not np.array_equal(pair[1], pair[2])]:
+        sample, ours, theirs = differing[0]
+        unequal = (at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+        evidence = (
+            f"The prompts of {len(differing)} of {len(prompts)} samples differ; sample {sample.index}: {len(ours)} "
+            f"rollout ids, {len(theirs)} training ids, from prompt position "
+            f"{next(unequal, min(len(ours), len(theirs)))} on."
+        )
+        about = {"tokens": 0, "of_samples": len(prompts), "first": place_of(sample)}
         samples = [sample for sample, *_ in differing]
-        found.append(batch.finding("token_ids", "both", evidence, IDS_FIX, samples, **about))
-    return found, batch.with_values(changed)
-
-
-def _lag(ours: Ints, theirs: Ints) -> int | None:
-    """The k with ours[t] = theirs[t + k] for all t that both have, if there is one other than 0."""
-    for lag in LAGS:
-        start, stop = max(0, -lag), min(len(ours), len(theirs) - lag)
-        enough = abs(lag) <= len(ours) - 2 and stop - start >= max(4, len(ours) - MAX_LAG)
-        if enough and np.array_equal(ours[start:stop], theirs[start + lag : stop + lag]):
-            return lag
-    return None
-
-
-def _prompts(batch: Batch) -> list[Item]:
-    compared = [(one, one.prompt_ids, one.trained_prompt_ids) for one in batch if one.trained_prompt_ids is not None]
-    differing = [pair for pair in compared if not np.array_equal(pair[1], pair[2])]
-    if not differing:
-        return []
-    sample, ours, theirs = differing[0]
-    unequal = (at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
-    position, of = next(unequal, min(len(ours), len(theirs))), len(compared)
-    values = [int(ids[position]) if position < len(ids) else "none" for ids in (ours, theirs)]
-    evidence = (
-        f"The prompts of {len(differing)} of {of} samples differ; sample {sample.index}: {len(ours)} rollout ids, "
-        f"{len(theirs)} training ids, from prompt position {position} on ({values[0]} and {values[1]})."
-    )
-    samples, about = [sample for sample, *_ in differing], {"tokens": 0, "of_samples": of, "first": place_of(sample)}
-    return [batch.finding("prompt_ids", "both", evidence, PROMPT_FIX, samples, **about)]
+        found.append(batch.finding("prompt_ids", "both", evidence, PROMPT_FIX, samples, **about))
+    compared = [(sample, sample.trained_ids) for sample in batch if sample.trained_ids is not None]
+    others = {}
+    for sample, theirs in compared:
+        shared = min(len(sample), len(theirs))  # what is left is a question of length
+        positions = np.flatnonzero(sample.response_ids[:shared] != theirs[:shared])
+        if len(positions):
+            others[sample.index] = positions
+    if not others:
+        return found, batch
+    samples = [batch.samples[index] for index in others]
+    first, count = samples[0], sum(map(len, others.values()))
+    at = int(others[first.index][0])
+    evidence = f"{count} response ids in {len(samples)} of {len(compared)} samples are others on the training side."
+    place = place_of(first, at, rollout=int(first.response_ids[at]), training=int(np.asarray(first.trained_ids)[at]))
+    about = {"tokens": count, "of_samples": len(compared), "first": place}
+    found.append(batch.finding("token_ids", "both", evidence, IDS_FIX, samples, **about))
+    masks = {one.index: one.mask & ~np.isin(np.arange(len(one)), others[one.index]) for one in samples}
+    return found, batch.with_values({index: {"loss_mask": mask} for index, mask in masks.items()})
 
 
 def find_swapped(batch: Batch) -> Outcome:
@@ -175,15 +132,14 @@ def find_swapped(batch: Batch) -> Outcome:
     by_length: dict[int, list[Sample]] = defaultdict(list)
     for sample in batch:
         by_length[len(sample.train_log_probs)].append(sample)
-    judged = [sample for sample in batch if distances(sample).tokens >= MIN_TOKENS][:MAX_SWAP_SAMPLES]
+    judged = [sample for sample in batch if told(distances(sample)) >= MIN_TOKENS][:MAX_SWAP_SAMPLES]
     if not judged:
         few = f"no sample has {MIN_TOKENS} with a log-prob other than 0 on both sides"
         return [too_few(few, "swapped_samples")], batch
-    swapped: list[tuple[Sample, Sample]] = []
-    comparisons: list[Comparison] = []
+    swapped: list[tuple[Sample, Sample, Comparison]] = []
     for sample in judged:
         others = [other for other in by_length[len(sample)] if other is not sample]
-        if distances(sample).mean < MIN_GAIN_NATS or not others or len(sample.rollout_log_probs) != len(sample):
+        if average(distances(sample)) < MIN_GAIN_NATS or not others or len(sample.rollout_log_probs) != len(sample):
             continue
         other = _closest(sample, others)
         comparison = compare(distances(sample), distances(sample, other.train_log_probs))
@@ -191,27 +147,25 @@ def find_swapped(batch: Batch) -> Outcome:
             continue
         lagged = _best_lag([sample])  # its own list, some positions off, is the simpler reason
         if lagged is None or comparison.other < FACTOR * lagged[1].other:
-            swapped.append((sample, other))
-            comparisons.append(comparison)
+            swapped.append((sample, other, comparison))
     if not swapped:
         return [], batch
-    changed = {sample.index: {"train_log_probs": other.train_log_probs} for sample, other in swapped}
+    changed = {sample.index: {"train_log_probs": other.train_log_probs} for sample, other, _ in swapped}
     if len(swapped) > MAJORITY * len(judged):  # what is too short to be found again is not at its place either
         whole = [sample for sample in judged if len(sample.train_log_probs) == len(sample)]
-        fit = {sample.index for sample in whole if distances(sample).mean < MIN_GAIN_NATS}
-        changed = {sample.index: _incomparable(sample) for sample in batch if sample.index not in fit} | changed
-    before, after = (np.mean([getattr(one, name) for one in comparisons]) for name in ("own", "other"))
-    why = f"{CLIPPED_GAP} {before:.3g} as paired, {after:.3g} with the other sample"
-    return [_swap_finding(batch, swapped, len(judged), why)], batch.with_values(changed)
-
-
-def _closest(sample: Sample, others: list[Sample]) -> Sample:
-    """The one of `others`, all with lists of the right length, whose training log-probs fit best."""
-    table = np.stack([other.train_log_probs[:MAX_SWAP_TOKENS] for other in others])  # [M, n]
-    ours = np.broadcast_to(sample.rollout_log_probs[:MAX_SWAP_TOKENS], table.shape)
-    values, valid = distance.between(ours, table, sample.mask[:MAX_SWAP_TOKENS] & (ours != 0.0) & (table != 0.0))
-    too_few_to_tell = np.where(valid.sum(-1) < MIN_TOKENS, distance.CLIP, 0.0)
-    return others[int(np.argmin(values.sum(-1) / np.maximum(valid.sum(-1), 1) + too_few_to_tell))]
+        fit = {sample.index for sample in whole if average(distances(sample)) < MIN_GAIN_NATS}
+        lost = {one.index: _incomparable(one) for one in batch if one.index not in fit}
+        changed = lost | changed
+    pairs = ", ".join(f"{sample.index}→{owner.index}" for sample, owner, _ in swapped[:6])
+    more = f" and {len(swapped) - 6} more" if len(swapped) > 6 else ""
+    before, after = (np.mean([getattr(one, name) for *_, one in swapped]) for name in ("own", "other"))
+    evidence = (
+        f"The training side's log-probs of {len(swapped)} of {len(judged)} samples belong to other samples "
+        f"({pairs}{more}): mean |gap| (clipped at {CLIP:g}) {before:.3g} as paired, {after:.3g} with the other sample."
+    )
+    samples = [sample for sample, *_ in swapped]
+    found = batch.finding("swapped_samples", "both", evidence, SWAP_FIX, samples, of_samples=len(judged))
+    return [found], batch.with_values(changed)
 
 
 def _incomparable(sample: Sample) -> dict[str, Any]:
@@ -219,14 +173,14 @@ def _incomparable(sample: Sample) -> dict[str, Any]:
     return {"train_log_probs": np.full(len(sample), np.nan), "loss_mask": np.zeros(len(sample), dtype=bool)}
 
 
-def _swap_finding(batch: Batch, swapped: Sequence[tuple[Sample, Sample]], of_samples: int, why: str) -> Item:
-    """`swapped`: (sample, the sample whose log-probs the training side gave it)."""
-    pairs = ", ".join(f"{sample.index}→{owner.index}" for sample, owner in swapped[:6])
-    more = f" and {len(swapped) - 6} more" if len(swapped) > 6 else ""
-    of = f"{len(swapped)} of {of_samples} samples"
-    evidence = f"The training side's log-probs of {of} belong to other samples ({pairs}{more}): {why}."
-    samples = [sample for sample, _ in swapped]
-    return batch.finding("swapped_samples", "both", evidence, SWAP_FIX, samples, of_samples=of_samples)
+def _closest(sample: Sample, others: list[Sample]) -> Sample:
+    """The one of `others`, all with lists of the right length, whose training log-probs fit best."""
+    table = np.stack([other.train_log_probs[:MAX_SWAP_TOKENS] for other in others])  # [M, n]
+    ours = np.broadcast_to(sample.rollout_log_probs[:MAX_SWAP_TOKENS], table.shape)
+    values = between(ours, table, sample.mask[:MAX_SWAP_TOKENS] & (ours != 0.0) & (table != 0.0))
+    count = np.isfinite(values).sum(-1)
+    means = np.nansum(values, axis=-1) / np.maximum(count, 1)
+    return others[int(np.argmin(means + np.where(count < MIN_TOKENS, CLIP, 0.0)))]
 
 
 def find_lengths(batch: Batch) -> Outcome:
@@ -237,17 +191,17 @@ def find_lengths(batch: Batch) -> Outcome:
     ends = _fits_by_its_end(short)
     changed: dict[int, dict[str, Any]] = defaultdict(dict)
     for sample in short:
-        values = shifted(sample.rollout_log_probs, _surplus(sample, "rollout") if ends else 0, len(sample))
-        changed[sample.index]["rollout_log_probs"] = values
+        changed[sample.index] |= _rollout_from(sample, _surplus(sample, "rollout") if ends else 0)
     for sample in uneven:
         changed[sample.index]["train_log_probs"] = shifted(sample.train_log_probs, offsets[sample.index], len(sample))
     found = _length_findings(batch, short, "rollout", ends=ends)
     if longer := [(sample, lag) for sample in uneven if (lag := offsets[sample.index])]:
         first = longer[0][0]
-        prompt = len(first.prompt_ids)
-        included = f" (its prompt has {prompt} tokens)" if abs(_surplus(first) - prompt) <= 1 else ""
-        why = f"it is {_surplus(first):+d} tokens longer than the response in sample {first.index}{included}"
-        found += _lag_findings(batch, longer, len(batch), why, boundary=True)
+        why = (
+            f"it is {_surplus(first):+d} tokens longer than the response in sample {first.index} (its prompt has "
+            f"{len(first.prompt_ids)})"
+        )
+        found += _lag_findings(batch, longer, why, boundary=True)
     found += _length_findings(batch, [sample for sample in uneven if not offsets[sample.index]], "training")
     return found, batch.with_values(changed)
 
@@ -256,15 +210,15 @@ def _surplus(sample: Sample, side: LogProbSide = "training") -> int:
     return len(sample.values(side)) - len(sample)
 
 
+def _rollout_from(sample: Sample, start: int) -> dict[str, Floats]:
+    return {"rollout_log_probs": shifted(sample.rollout_log_probs, start, len(sample))}
+
+
 def _fits_by_its_end(samples: list[Sample]) -> bool:
     """Rollout lists of another length fit far better so that they end where their responses do, all together."""
-    as_given, ended = ([distances(one) for one in of] for of in (samples, map(_by_its_end, samples)))
-    return bool(samples) and _clear(compare(pooled(as_given), pooled(ended)), MIN_TOKENS)
-
-
-def _by_its_end(sample: Sample) -> Sample:
-    values = shifted(sample.rollout_log_probs, _surplus(sample, "rollout"), len(sample))
-    return sample.with_fields(rollout_log_probs=values)
+    ended = [one.with_fields(**_rollout_from(one, _surplus(one, "rollout"))) for one in samples]
+    pooled = [np.concatenate([distances(one) for one in of]) for of in (samples, ended) if of]
+    return bool(pooled) and _clear(compare(*pooled), MIN_TOKENS)
 
 
 def _offsets(samples: list[Sample]) -> dict[int, int]:
@@ -275,7 +229,7 @@ def _offsets(samples: list[Sample]) -> dict[int, int]:
         best = _best_lag([sample], sorted(near), minimum=4)
         offsets[sample.index] = best[0] if best else 0
     whole_prompt = [sample for sample in samples if offsets[sample.index] == _surplus(sample)]
-    vague = [sample for sample in samples if not offsets[sample.index] and distances(sample).tokens < MIN_TOKENS]
+    vague = [sample for sample in samples if not offsets[sample.index] and told(distances(sample)) < MIN_TOKENS]
     if len(whole_prompt) > MAJORITY * (len(samples) - len(vague)):
         offsets |= {sample.index: _surplus(sample) for sample in vague if _surplus(sample) > 0}
     return offsets
@@ -290,18 +244,14 @@ def _length_findings(batch: Batch, samples: list[Sample], side: LogProbSide, *, 
     appended, what = (-1, "the server has log-probs for") if side == "rollout" else (1, "was sampled")
     extra = [] if ends else [sample for sample in samples if _surplus(sample, side) == appended]
     if extra:
-        lists = (sample.response_ids if side == "rollout" else sample.trained_ids for sample in extra)
-        ids = {int(tokens[-1]) for tokens in lists if tokens is not None and len(tokens)}
-        named = f", id {ids.pop()} in all of them" if len(ids) == 1 else ""
         position = len(extra[0]) - (side == "rollout")
-        found.append(eos_finding(batch, extra, position, f"the {side} side has one token more than {what}{named}"))
+        found.append(eos_finding(batch, extra, position, f"the {side} side has one token more than {what}"))
     if wrong := [sample for sample in samples if ends or _surplus(sample, side) != appended]:
         first, count = wrong[0], len(wrong[0].values(side))
-        dropped = " (the last token, perhaps EOS, was dropped)" if count == len(first) - 1 else ""
-        dropped = " (they fit from the end on, so the start is wrong)" if ends else dropped
         evidence = (
             f"The {side} side's log-probs of {len(wrong)} of {len(batch)} samples are not as many as the response "
-            f"tokens: {count} for {len(first)} in sample {first.index}{dropped}."
+            f"tokens: {count} for {len(first)} in sample {first.index}"
+            f"{' (they fit from the end on, so the start is wrong)' if ends else ''}."
         )
         place = place_of(first, 0 if ends else min(count, len(first)))
         found.append(batch.finding("length", side, evidence, LENGTH_FIX, wrong, first=place, confidence="certain"))
@@ -311,13 +261,12 @@ def _length_findings(batch: Batch, samples: list[Sample], side: LogProbSide, *, 
 def find_shift(batch: Batch) -> Outcome:
     """Rollout log-probs that fit the training side's some positions earlier or later, best of ±1 to ±8."""
     candidates = [sample for sample in batch if sample.comparable]
-    count = sum(distances(sample).tokens for sample in candidates)
+    count = sum(told(distances(sample)) for sample in candidates)
     if count < MIN_POOLED:
         return [too_few(f"{count}, {MIN_POOLED} needed", "shift_by_one", "boundary")], batch
     some = slice(None, None, max(1, len(candidates) // MAX_SWAP_SAMPLES))
     together = _best_lag(candidates[some], minimum=MIN_POOLED)
     alone = [_best_lag([sample]) for sample in candidates]
-    lags = Counter(best[0] for best in alone if best)
     lagged: list[tuple[Sample, int, Comparison]] = []
     for sample, best in zip(candidates, alone, strict=True):
         if best is not None:
@@ -326,12 +275,61 @@ def find_shift(batch: Batch) -> Outcome:
             followed = compare(distances(sample), moved(sample, together[0]))
             if followed.tokens < 2 or followed.other < followed.own:
                 lagged.append((sample, *together))
-        elif lags:  # or it follows the others if it fits far better
-            followed = compare(distances(sample), moved(sample, lags.most_common(1)[0][0]))
-            if followed.clearly_better(FACTOR, 0.0, MIN_GAIN_NATS):
-                lagged.append((sample, lags.most_common(1)[0][0], followed))
     if not lagged:
         return [], batch
-    why = f"{CLIPPED_GAP} {lagged[0][2].own:.3g} as paired, {lagged[0][2].other:.3g} if moved"
+    own, other, *_ = lagged[0][2]
+    why = f"mean |gap| (clipped at {CLIP:g}) {own:.3g} as paired, {other:.3g} if moved"
     lists = {one.index: {"train_log_probs": shifted(one.train_log_probs, lag, len(one))} for one, lag, _ in lagged}
-    return _lag_findings(batch, [item[:2] for item in lagged], len(candidates), why), batch.with_values(lists)
+    return _lag_findings(batch, [item[:2] for item in lagged], why), batch.with_values(lists)
+
+
+# Experts of a MoE model: did the trainer compute with those that the rollout engine computed with? -------------------
+
+REPLAYED, OWN_CHOICE = 0.999, 0.8
+"""Share of choices that agree where a trainer replays them: all but what a kernel may reorder; and where a checkpoint's
+own routers chose in float32: published pairs differ in some 10 % of choices."""
+REPLAY_FIX = (
+    "Replay the rollout's routes at their own positions: row t is of token t, and the last token has none. Where a "
+    "request was retracted and computed again, keep the routes of the run whose log-probs are kept. Rows that are "
+    "padded or missing at a pipeline stage replay one expert several times over."
+)
+
+
+def find_replay(batch: Batch) -> Outcome:
+    """Routes of both sides, where records hold them: the samples in which they differ. Also compared with the trainer's
+    row one earlier and one later."""
+    compared: list[tuple[Sample, list[float]]] = []
+    for sample in batch:
+        rollout, training = sample.routed_experts, sample.trained_experts
+        rows = len(sample.prompt_ids) - 1 + np.flatnonzero(sample.mask)  # row t computes the logits of token t + 1
+        rows = rows[rows >= 0]
+        if rollout is not None and training is not None and rollout.shape == training.shape and len(rows):
+            compared.append((sample, [_agreement(rollout, training, rows, by) for by in (0, -1, 1)]))
+    bar = OWN_CHOICE if batch.from_checkpoint else REPLAYED
+    wrong = [pair for pair in compared if pair[1][0] < bar]
+    if not wrong:
+        return [], batch
+    own, *neighbours = np.mean([shares for _, shares in wrong], axis=0)
+    shifted = max(neighbours)
+    evidence = (
+        f"In {len(wrong)} of {len(compared)} samples with routes of both sides {own:.1%} of the experts agree, where "
+        f"{bar:.1%} or more was expected. With the trainer's row one position "
+        f"{'earlier' if shifted == neighbours[0] else 'later'} {shifted:.1%} agree."
+    )
+    about = {
+        "of_samples": len(compared),
+        "statistics": {"agreement": float(own), "shifted": float(shifted)},
+        "confidence": "likely" if batch.from_checkpoint else "certain",
+    }
+    samples = [sample for sample, _ in wrong]
+    return [batch.finding("replay_off", "both", evidence, REPLAY_FIX, samples, **about)], batch
+
+
+def _agreement(ours: Ints, theirs: Ints, rows: Ints, by: int) -> float:
+    """Share of the experts in these rows that the other side has too, so many rows on: the smaller share, where an
+    expert is there twice. 0 without such a row."""
+    rows = rows[(rows + by >= 0) & (rows + by < len(theirs))]
+    if not len(rows):
+        return 0.0
+    same = ours[rows][..., :, None] == theirs[rows + by][..., None, :]
+    return float(np.minimum(same.any(axis=-1).mean(axis=-1), same.any(axis=-2).mean(axis=-1)).mean())

@@ -14,39 +14,19 @@ from mismatch_plugin.diagnose.batch import Tokens
 
 CLIP = 3.0
 """A single token counts for at most so much, in nats."""
-CLIPPED_GAP = f"mean |gap| (no token above {CLIP:g} nats, zeros left out)"
-"""What `distances` averages to, as evidence names it: it differs from the mean |gap| of all tokens."""
 CERTAIN = 0.02
 """Tokens whose probability is nearer to 1 tell nothing of the logits."""
 CERTAIN_NATS, BINS = 0.05, 10
 """Tokens that both sides give a log-prob above −CERTAIN_NATS say nothing: any two policies agree on them."""
 
 
-class Distances(NamedTuple):
-    """[n] |a − b|, clipped, 0 where one has no number; and which tokens have both."""
-
-    values: Floats
-    valid: Bools
-
-    @property
-    def mean(self) -> float:
-        """Over the valid tokens; inf if there is none."""
-        return float(self.values[self.valid].mean()) if self.valid.any() else math.inf
-
-    @property
-    def tokens(self) -> int:
-        """How many are valid."""
-        return int(self.valid.sum())
-
-
-def between(a: Floats, b: Floats, chosen: Bools | bool = True) -> Distances:
-    """Of two arrays of one shape; those not chosen are not valid."""
+def between(a: Floats, b: Floats, chosen: Bools | bool = True) -> Floats:
+    """|a − b| of two arrays of one shape, clipped; NaN where one has no number, or where it is not chosen."""
     valid = np.isfinite(a) & np.isfinite(b) & chosen
-    values = np.abs(np.subtract(a, b, where=valid, out=np.zeros(valid.shape)))
-    return Distances(np.minimum(values, CLIP), valid)
+    return np.minimum(np.abs(np.subtract(a, b, where=valid, out=np.full(valid.shape, np.nan))), CLIP)
 
 
-def distances(sample: Sample, training: Floats | None = None) -> Distances:
+def distances(sample: Sample, training: Floats | None = None) -> Floats:
     """Of a sample's rollout log-probs to its training ones or to any list, over the shorter length.
 
     Exact zeros are left out: certain tokens fit everywhere, and fills nowhere.
@@ -57,9 +37,15 @@ def distances(sample: Sample, training: Floats | None = None) -> Distances:
     return between(ours, theirs, sample.mask[:shared] & (ours != 0.0) & (theirs != 0.0))
 
 
-def pooled(parts: list[Distances]) -> Distances:
-    """Of several samples as one list."""
-    return Distances(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+def told(values: Floats) -> int:
+    """How many are numbers."""
+    return int(np.isfinite(values).sum())
+
+
+def average(values: Floats) -> float:
+    """Of the numbers among them; inf if there is none."""
+    values = values[np.isfinite(values)]
+    return float(values.mean()) if len(values) else math.inf
 
 
 class Comparison(NamedTuple):
@@ -76,16 +62,15 @@ class Comparison(NamedTuple):
         return self.other < factor * self.own and self.deviations > standard_errors and self.own - self.other > minimum
 
 
-def compare(own: Distances, other: Distances) -> Comparison:
+def compare(own: Floats, other: Floats) -> Comparison:
     """Paired, token by token, over the shorter length."""
-    shared = min(len(own.values), len(other.values))
-    valid = own.valid[:shared] & other.valid[:shared]
-    count = int(valid.sum())
-    if count < 2:
-        return Comparison(math.inf, math.inf, 0.0, count)
-    a, b = own.values[:shared][valid], other.values[:shared][valid]
-    error = float((a - b).std(ddof=1)) / math.sqrt(count)
-    return Comparison(float(a.mean()), float(b.mean()), float((a - b).mean()) / max(error, 1e-12), count)
+    shared = min(len(own), len(other))
+    valid = np.isfinite(own[:shared]) & np.isfinite(other[:shared])
+    a, b = own[:shared][valid], other[:shared][valid]
+    if len(a) < 2:
+        return Comparison(math.inf, math.inf, 0.0, len(a))
+    error = float((a - b).std(ddof=1)) / math.sqrt(len(a))
+    return Comparison(float(a.mean()), float(b.mean()), float((a - b).mean()) / max(error, 1e-12), len(a))
 
 
 def logit_gap(sample: Sample, ours: Floats, theirs: Floats) -> Floats:
@@ -122,6 +107,19 @@ def rank_correlation(a: Floats, b: Floats) -> float:
         return math.nan
     ranks = [np.argsort(np.argsort(values, kind="stable"), kind="stable") for values in (a, b)]
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+
+
+def mann_whitney(a: Floats, b: Floats) -> tuple[float, float]:
+    """Are the values of `a` larger than those of `b`? The share of pairs in which they are, ties counting half, and the
+    one-sided p by the normal approximation (H. B. Mann, D. R. Whitney, 1947)."""
+    ordered = np.sort(b)
+    below, upto = (np.searchsorted(ordered, a, side=side) for side in ("left", "right"))
+    area = float((below + upto).sum()) / 2 / (len(a) * len(b))
+    _, ties = np.unique(np.concatenate([a, b]), return_counts=True)
+    n = len(a) + len(b)
+    variance = (n + 1 - float((ties**3 - ties).sum()) / (n * (n - 1))) / (12 * len(a) * len(b))
+    deviations = (area - 0.5) / math.sqrt(variance) if variance > 0 else 0.0
+    return area, math.erfc(deviations / math.sqrt(2)) / 2
 
 
 def z_score(values: Sequence[float] | Floats) -> float:

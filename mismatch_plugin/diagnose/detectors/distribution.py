@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mismatch_plugin.data.sample import Sample
-from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens
 from mismatch_plugin.diagnose.findings import Finding, Item, Side, Undecided, place_of, too_few
 from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS, FAR_ABS_MEAN
@@ -33,9 +32,6 @@ ENTROPY_Z_SCORE, MIN_ENTROPY_GAP_NATS, MAX_LOG_RATIO = 6.0, 0.02, 1.6
 MAX_LOG_VOCABULARY, MAX_MISFITS, MIN_NEARLY_CERTAIN = 12.5, 0.02, 50
 """Entropies belong to the log-probs where they lie between the bounds that a token's own probability sets: at most so
 many nats over the other ids, so large a share outside, and below temperature 1 so many tokens that tell."""
-SURE_ENTROPY, MIN_EXPECTED = 0.1985, 12.0
-"""Below this entropy one id has more than 95 %: top-p .95 leaves nothing else there, while a temperature does."""
-
 TEMPERATURE_FIXES = {
     "trainer_without": "Divide the trainer's logits by the sampling temperature before log-softmax.",
     "rollout_raw": "The server returns log-probs before temperature: start it without SGLANG_RETURN_ORIGINAL_LOGPROB=1 "
@@ -175,30 +171,24 @@ def find_temperature(batch: Batch) -> Outcome:
 def _told_temperature(batch: Batch) -> Finding | None:
     """Log-probs from before the temperature (vLLM's raw ones), which are not of what tokens were drawn from, whatever
     the trainer does; else a temperature that the training side tells, and that is another one."""
-    chosen = [sample for sample in _drawn(batch) if sample.log_probs_of == "raw" and sample.temperature != 1.0]
+    drawn = [(sample, sample.trainer_temperature or sample.temperature) for sample in _drawn(batch)]
+    chosen = [sample for sample, _ in drawn if sample.log_probs_of == "raw" and sample.temperature != 1.0]
     raw = bool(chosen)
-    chosen = chosen or [
-        sample
-        for sample in _drawn(batch)
-        if not math.isclose(sample.trainer_temperature or sample.temperature, sample.temperature, rel_tol=1e-6)
-    ]
-    if not chosen:
+    other = [sample for sample, theirs in drawn if not math.isclose(theirs, sample.temperature, rel_tol=1e-6)]
+    if not (chosen := chosen or other):
         return None
     recorded, theirs, tokens = chosen[0].temperature, chosen[0].trainer_temperature, batch.tokens_of(chosen)
     if theirs is None and len(tokens) >= ENOUGH_TOKENS and fit(tokens).temperature(recorded) is None:
         theirs = 1.0
-    ours = 1.0 if raw else recorded
     evidence = (
         f"{len(chosen)} of {len(batch)} samples were drawn at temperature {recorded:g}. Their rollout log-probs are of "
-        f"temperature {ours:g}{' (log_probs_of raw)' if raw else ''}, the trainer's of "
+        f"temperature {'1 (log_probs_of raw)' if raw else f'{recorded:g}'}, the trainer's of "
         f"{'one that is not told' if theirs is None else f'{theirs:g}'}."
     )
     fix = TEMPERATURE_FIXES["raw" if raw else "other"]
     fix += f" {TEMPERATURE_FIXES['trainer_without']}" if raw and theirs == 1.0 else ""
-    figures = {"rollout_temperature": ours, "recorded": recorded}
-    figures |= {} if theirs is None else {"train_temperature": theirs}
     side: Side = "both" if theirs == 1.0 or not raw else "rollout"
-    return batch.finding("temperature", side, evidence, fix, chosen, statistics=figures, confidence="certain")
+    return batch.finding("temperature", side, evidence, fix, chosen, confidence="certain")
 
 
 def find_penalty(batch: Batch) -> Outcome:
@@ -239,11 +229,6 @@ def find_penalty(batch: Batch) -> Outcome:
         side: Side = "rollout" if less else "training"
         found.append(batch.finding("penalty", side, evidence, PENALTY_FIX, group, **about))
     return found, batch
-
-
-def filter_text(sampling: SamplingParameters) -> str:
-    """The filters as they are written in a request."""
-    return ", ".join(sampling.filters) or "no filter"
 
 
 def after_filters(sample: Sample) -> bool:
@@ -316,26 +301,21 @@ def _renormalised(batch: Batch, group: list[Sample], tokens: Tokens) -> Finding 
         f"({one_sided:.0%} one-sided, {z_score:.0f} standard errors, {len(gap)} tokens): {missing:.2%} of the mass "
         f"lies outside what the {ours} side renormalised over."
     )
-    if after_filters(group[0]):
-        evidence += " The record says so (log_probs_of filtered); the trainer does not replay the filter."
-    if ours == "rollout" and group[0].temperature != 1.0:
-        evidence += f" A trainer that divides log-probs, not logits, by {group[0].temperature:g} looks the same."
     told = {"missing_mass": missing, "one_sided": one_sided, "standard_errors": z_score}
-    return _truncation_finding(
-        batch, group, "renormalised" if ours == "rollout" else "behaviour", ours, evidence, **told
-    )
+    kind = "renormalised" if ours == "rollout" else "behaviour"
+    return _truncation_finding(batch, group, kind, ours, evidence, **told)
 
 
 def _truncation_finding(
     batch: Batch, group: list[Sample], kind: str, side: Side, why: str, **statistics: float
 ) -> Finding:
-    drawn = f"{len(group)} of {len(batch)} samples were drawn with {filter_text(group[0].sampling)}"
+    filters = ", ".join(group[0].sampling.filters) or "no filter"
     certain = kind == "recorded" or after_filters(group[0])
     about = {"statistics": statistics, "confidence": "certain" if certain else "likely"}
     recorded = group[0].asked and group[0].sampling.model_fields_set - {"temperature"}
     told = "by their records" if recorded else "as nothing tells of one"
-    evidence, fix = f"{drawn}, {told}: {why}", TRUNCATION_FIXES[kind]
-    return batch.finding("truncation", side, evidence, fix, group, **about)
+    evidence = f"{len(group)} of {len(batch)} samples were drawn with {filters}, {told}: {why}"
+    return batch.finding("truncation", side, evidence, TRUNCATION_FIXES[kind], group, **about)
 
 
 def find_sampling(batch: Batch) -> Outcome:
@@ -371,27 +351,16 @@ def find_sampling(batch: Batch) -> Outcome:
     if untold or max((entropy < 0.99 * least - 1e-3).mean(), above.mean() if len(above) else 0.0) > MAX_MISFITS:
         reason = "the entropies do not belong to the distributions that the trainer's log-probs are of"
         return [Undecided(faults=("truncation",), reason=reason)], batch
-    sharper = 1 - mean / float((ratio * surprise**2).mean())  # to first order 1 / temperature, and never below it
-    one_id = entropy < SURE_ENTROPY
-    top, ratio_of_top = others[one_id & (p > 0.5)], ratio[one_id & (p > 0.5)]
-    seen, plain = float(ratio[one_id & (p <= 0.5)].sum()), float((ratio_of_top * top).sum())
-    expected = float((ratio_of_top * top**sharper / (top**sharper + (1 - top) ** sharper)).sum())
-    enough = expected >= MIN_EXPECTED and mean < 0
-    filtered = enough and not expected / 3 < seen < 1.4 * expected + 2 * math.sqrt(expected)
-    tempered = mean > 0 or (enough and seen > 0.7 * expected and expected < 0.66 * plain and not filtered)
-    why = "a filter" if filtered else f"a temperature of at least {1 / sharper:.2g} times the recorded {recorded:g}"
-    if not (filtered or tempered):
-        why = f"a filter, or {why}"
-    elif mean < 0:
-        why += f". Where one id has over 95 %, {seen:.0f} others were drawn, of {expected:.0f} at another temperature"
+    times = 1 / (1 - mean / float((ratio * surprise**2).mean()))  # to first order
+    if mean > 0:
+        name, fix, what = "temperature", TEMPERATURE_FIXES["other"], "flatter distribution than the log-probs tell:"
+    else:
+        name, fix, what = "truncation", TRUNCATION_FIXES["recorded"], "narrower distribution: by a filter, or"
     evidence = (
         f"Over {len(tokens)} sampled tokens the mean −log p is {mean:+.3g} nats from the trainer's entropies "
-        f"({z_score:+.0f} standard errors). So tokens were drawn from a {'flatter' if mean > 0 else 'narrower'} "
-        f"distribution than the log-probs tell: {why}."
-    )
-    name, fix = (
-        ("temperature", TEMPERATURE_FIXES["other"]) if tempered else ("truncation", TRUNCATION_FIXES["recorded"])
+        f"({z_score:+.0f} standard errors). So tokens were drawn from a {what} a temperature of about {times:.2g} "
+        f"times the recorded {recorded:g}."
     )
     fix = f"Send every sampling parameter with the request; a model's generation_config may set others. {fix}"
-    told = {"entropy_gap": mean, "standard_errors": z_score, "temperature_ratio": 1 / sharper}
+    told = {"entropy_gap": mean, "standard_errors": z_score}
     return [batch.finding(name, "rollout", evidence, fix, samples, tokens=len(tokens), statistics=told)], batch

@@ -6,7 +6,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,11 +20,11 @@ from mismatch_plugin.diagnose.detectors.distance import logit_gap, z_score
 from mismatch_plugin.diagnose.findings import Finding
 from mismatch_plugin.diagnose.normal import LOGIT_GAPS
 from mismatch_plugin.diagnose.scorers import Checkpoint
-from mismatch_plugin.sglang.delivered import of_sums, sampled, sums
+from mismatch_plugin.sglang.delivered import Delivered, of_sums, sampled, sums
 
 MIN_SAMPLES, FAR_Z_SCORE = 8, 4.0
-NEAR_START, BEYOND_LABELS, IN_BETWEEN = 0.75, 0.35, (0.15, 0.75)
-"""Share of the way back to the start that names it, how far beyond what labels tell, and shares of neither end."""
+NEAR_START, BEYOND_LABELS = 0.75, 0.35
+"""Share of the way back to the start that names it, and how far beyond what labels tell."""
 FITS_BETTER, START_FURTHER = 0.9, 1.3
 """The start must fit better than by this (the mildest real update, mean |Δ log p| 0.012 under bf16, gave 0.6). Without
 a checkpoint of the present weights the training side must be further from the start than the rollout side is by the
@@ -38,10 +38,6 @@ OLD_FIX = (
     "The servers still compute with old weights. Read what each update returned, on every rank, and compare POST "
     '/weights_checker {"action": "checksum"} before and after one. Look for names that the server does not know (a '
     "`module.` prefix) and for tensors that are empty or freed when they are sent; flush the cache after the update."
-)
-MIDDLE_FIX = (
-    "Give --checkpoint and --reference-checkpoint together: mixes of both show which layers did not arrive. Check that "
-    "the servers tell the right version."
 )
 PARTS_FIX = (
     "These tensors did not arrive: look for names that the server's loader skips (a `module.` prefix, fused qkv or "
@@ -87,52 +83,32 @@ def way_back(samples: Sequence[Sample], now: Sequence[Floats]) -> Way | None:
 
 def find_start(batch: Batch) -> list[Finding]:
     """`weights_not_updated` or `weights_partly_updated`, by the log-probs under the weights that the run began with."""
-    mixes = batch.between
-    samples = list(batch.samples) if mixes is None else _newest(batch)
-    if mixes is None or batch.from_checkpoint:
+    both = batch.now is not None and batch.start is not None
+    samples = _newest(batch) if both else list(batch.samples)
+    if batch.now is None or batch.from_checkpoint:
         now = [sample.train_log_probs for sample in samples]
     else:
-        now = [mixes.log_probs(sample, ()) for sample in samples]
+        now = batch.now.scored(samples)
     way = way_back(samples, now)
     if way is None or way.error > NEAR_START / FAR_Z_SCORE:
         return []
-    told_share, told = _told(samples)
-    precision = LOGIT_GAPS["16 bits"]
-    beyond = way.share - told_share
-    if mixes is not None and (way.to_now > precision or beyond > max(FAR_Z_SCORE * way.error, 0.03)):
-        parts = _find_parts(batch, samples, now, way.share)
-        if parts is not None:
-            return [parts]
-    sure = mixes is not None or batch.from_checkpoint
-    at = f"{way.share:.0%} ± {way.error:.0%} of the way back{told}"
-    numbers = (
-        f"mean logit gap {way.to_start:.3g} to the start and {way.to_now:.3g} to the present weights, which are "
-        f"{way.apart:.3g} apart"
-    )
-    about: dict[str, Any] = {"statistics": {**way._asdict(), "told_share": told_share}, "confidence": "possible"}
+    told_share = _told_share(samples)
+    moved = way.to_now > LOGIT_GAPS["16 bits"] or way.share - told_share > max(FAR_Z_SCORE * way.error, 0.03)
+    if both and moved and (parts := _find_parts(batch, samples, now, way.share)):
+        return [parts]
+    sure = batch.now is not None
     nearer = way.to_start < FITS_BETTER * way.to_now and way.nearer > FAR_Z_SCORE
-    known = sure or way.apart > START_FURTHER * way.to_start
-    if known and nearer and way.share >= max(NEAR_START, told_share + BEYOND_LABELS):
-        evidence = (
-            f"The rollout log-probs fit the weights that the run began with better than the present ones: {numbers} "
-            f"({way.nearer:.0f} standard errors). They are {at}."
-        )
-        if way.share + FAR_Z_SCORE * way.error < 0.95:
-            evidence += " Some of the new ones may have arrived."
-        if sure:
-            about["confidence"] = "likely"
-            return [batch.finding("weights_not_updated", "rollout", evidence, OLD_FIX, samples, **about)]
-        evidence += " A training side that scores another text looks the same."
-        fix = f"{OLD_FIX} --checkpoint with the present weights decides it."
-        return [batch.finding("weights_not_updated", "rollout", evidence, fix, samples, **about)]
-    inside = IN_BETWEEN[0] + told_share < way.share < IN_BETWEEN[1]
-    if mixes is None and not told_share and inside and min(way.to_now, way.to_start) > precision and way.error < 0.05:
-        evidence = (
-            f"The rollout log-probs lie between the weights that the run began with and the present ones, {at}: "
-            f"{numbers}. Some layers did not arrive, or the servers hold a version in between."
-        )
-        return [batch.finding("weights_partly_updated", "rollout", evidence, MIDDLE_FIX, samples, **about)]
-    return []
+    near_start = nearer and way.share >= max(NEAR_START, told_share + BEYOND_LABELS)
+    if not near_start or not (sure or way.apart > START_FURTHER * way.to_start):
+        return []
+    evidence = (
+        f"The rollout log-probs fit the weights that the run began with better: mean logit gap {way.to_start:.3g} to "
+        f"the start and {way.to_now:.3g} to the present weights, which are {way.apart:.3g} apart: {way.share:.0%} ± "
+        f"{way.error:.0%} of the way back, where labels tell {told_share:.0%}."
+    )
+    fix = OLD_FIX if sure else f"{OLD_FIX} --checkpoint with the present weights decides it."
+    about = {"statistics": {**way._asdict(), "told_share": told_share}, "confidence": "likely" if sure else "possible"}
+    return [batch.finding("weights_not_updated", "rollout", evidence, fix, samples, **about)]
 
 
 def versions_of(sample: Sample) -> tuple[int | None, int | None]:
@@ -149,67 +125,75 @@ def _newest(batch: Batch) -> list[Sample]:
     return [sample for sample, number in zip(batch, of, strict=True) if number == newest]
 
 
-def _told(samples: Sequence[Sample]) -> tuple[float, str]:
-    """How far back to the start the labels say that the samples are (versions count from 0); and in words."""
+def _told_share(samples: Sequence[Sample]) -> float:
+    """How far back to the start the labels say that the samples are; versions count from 0."""
     pairs = [versions_of(sample) for sample in samples]
     ours = [own for own, _ in pairs if own is not None]
     newest = max((theirs for _, theirs in pairs if theirs is not None), default=max(ours, default=None))
     if newest is None or not ours:
-        return 0.0, ", and no record names a version"
+        return 0.0
     if newest <= 0:
-        return 1.0, ", as their version 0 says"
+        return 1.0
     behind = [max((newest if theirs is None else theirs) - own, 0) for own, theirs in pairs if own is not None]
-    return min(float(np.mean(behind)) / newest, 1.0), f", although their labels go up to version {max(ours)}"
+    return min(float(np.mean(behind)) / newest, 1.0)
 
 
-class Mix:
-    """Log-probs under a model that has some tensors from the start and the rest from now, both in float32.
+# Which parts of the model are from which end -------------------------------------------------------------------------
 
-    parts: how the model may be divided: name of a part → its parameters that differ, by layer and by kind of tensor.
-    delivered: what bfloat16 leaves of the change from the start to now; None where nothing changed.
+Parts = dict[str, tuple[str, ...]]
+"""Name of a part → its parameters that differ."""
 
-    Raises InputError where the two checkpoints have other parameters.
-    """
 
-    def __init__(self, now: Checkpoint, start: Checkpoint) -> None:
-        self._now, self._own = now, dict(now.model.named_parameters())
-        self._start = dict(start.model.named_parameters())
-        ours, theirs = ({name: tuple(p.shape) for name, p in side.items()} for side in (self._own, self._start))
-        other = next((name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)), None)
-        if other is not None:
+def _pairs(now: Checkpoint, start: Checkpoint) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Parameter → (its value now, at the start). Raises InputError where the two checkpoints have other parameters."""
+    ours, theirs = dict(now.model.named_parameters()), dict(start.model.named_parameters())
+    for name in {**ours, **theirs}:
+        if name not in ours or name not in theirs or ours[name].shape != theirs[name].shape:
             raise InputError(
-                f"--reference-checkpoint has another shape of {other} than --checkpoint ({theirs.get(other)} and "
-                f"{ours.get(other)}): give two checkpoints of one model."
+                f"--reference-checkpoint has another shape of {name} than --checkpoint: give two checkpoints of one "
+                f"model."
             )
-        by_layer: dict[str, tuple[str, ...]] = defaultdict(tuple)
-        by_kind: dict[str, tuple[str, ...]] = defaultdict(tuple)
-        change = torch.zeros(5, dtype=torch.float64)
-        for name, value in self._own.items():
-            if value.dim() > 1:
-                before, after = (sampled(side[name], SAMPLED_ELEMENTS) for side in (self._start, self._own))
-                change += sums(before, after, torch.bfloat16, weight=value.numel() / len(after))
-            if torch.equal(value, self._start[name]):
-                continue
-            layer = kind = "final norm" if "norm" in name or "ln_f" in name else "embeddings"
-            if re.search(r"head|output", name):
-                layer = kind = "output head"
-            if inside := re.search(r"\.(?:layers|h|blocks|block)\.(\d+)\.(.+)$", name):
-                layer, kind = f"layer {inside[1]}", re.sub(r"\.\d+\.", ".*.", inside[2])
-            by_layer[layer] += (name,)
-            by_kind[kind] += (name,)
-        self.parts = (dict(by_layer), dict(by_kind))
-        self.delivered = of_sums(change)
+    return {name: (value, theirs[name]) for name, value in ours.items()}
 
-    def log_probs(self, sample: Sample, from_start: Collection[str]) -> Floats:
-        """[n]. from_start: names of parameters; all others are from now."""
-        kept = {name: self._own[name].data for name in from_start}
-        try:
-            for name in from_start:
-                self._own[name].data = self._start[name].data
-            return self._now.scored([sample])[0]
-        finally:
-            for name, value in kept.items():
-                self._own[name].data = value
+
+def delivered(now: Checkpoint, start: Checkpoint) -> Delivered | None:
+    """What bfloat16 leaves of the matrices' change from the start to now; None where nothing changed."""
+    change = torch.zeros(5, dtype=torch.float64)
+    for value, first in _pairs(now, start).values():
+        if value.dim() > 1:
+            before, after = sampled(first, SAMPLED_ELEMENTS), sampled(value, SAMPLED_ELEMENTS)
+            change += sums(before, after, torch.bfloat16, weight=value.numel() / len(after))
+    return of_sums(change)
+
+
+def _divided(now: Checkpoint, start: Checkpoint) -> tuple[Parts, Parts]:
+    """The parameters that differ, by layer and by kind of tensor."""
+    by_layer: Parts = defaultdict(tuple)
+    by_kind: Parts = defaultdict(tuple)
+    for name, (value, first) in _pairs(now, start).items():
+        if torch.equal(value, first):
+            continue
+        layer = kind = "final norm" if "norm" in name or "ln_f" in name else "embeddings"
+        if re.search(r"head|output", name):
+            layer = kind = "output head"
+        if inside := re.search(r"\.(?:layers|h|blocks|block)\.(\d+)\.(.+)$", name):
+            layer, kind = f"layer {inside[1]}", re.sub(r"\.\d+\.", ".*.", inside[2])
+        by_layer[layer] += (name,)
+        by_kind[kind] += (name,)
+    return by_layer, by_kind
+
+
+def _scored_mix(now: Checkpoint, start: Checkpoint, samples: Sequence[Sample], old: Collection[str]) -> list[Floats]:
+    """[n] of each under a model with these parameters from the start and all others from now, in float32."""
+    pairs = _pairs(now, start)
+    ours, kept = dict(now.model.named_parameters()), {name: pairs[name][0].data for name in old}
+    try:
+        for name in old:
+            ours[name].data = pairs[name][1].data
+        return now.scored(samples)
+    finally:
+        for name, value in kept.items():
+            ours[name].data = value
 
 
 def _find_parts(batch: Batch, samples: Sequence[Sample], now: Sequence[Floats], share: float) -> Finding | None:
@@ -219,21 +203,20 @@ def _find_parts(batch: Batch, samples: Sequence[Sample], now: Sequence[Floats], 
     come from the other end (x above one half by `PART_Z_SCORE` standard errors); that mix is then scored itself. A part
     that moves nothing stays with the nearer end. Passes: one a part, and one, for each way to divide the tensors.
     """
-    mixes = batch.between
-    assert mixes is not None
+    model, start = batch.now, batch.start
+    assert model is not None and start is not None
     step = max(1, math.ceil(sum(len(sample) for sample in samples) / MIX_BUDGET))
-    chosen = range(0, len(samples), step)  # evenly over the batch, up to the budget of tokens; at least one
-    few, own = [samples[at] for at in chosen], [now[at] for at in chosen]
+    few, own = samples[::step], now[::step]  # evenly over the batch, up to the budget of tokens
     rollout = [sample.rollout_log_probs for sample in few]
     starts = [sample.ref_log_probs for sample in few if sample.ref_log_probs is not None]
     from_start = share > 0.5
     end = starts if from_start else own
     best: tuple[float, list[str], int, list[Floats]] | None = None
-    for parts in mixes.parts:
+    for parts in _divided(model, start):
 
-        def scored(flipped: Collection[str], parts: dict[str, tuple[str, ...]] = parts) -> list[Floats]:
+        def scored(flipped: Collection[str], parts: Parts = parts) -> list[Floats]:
             old = [name for part, names in parts.items() if (part in flipped) != from_start for name in names]
-            return [mixes.log_probs(sample, old) for sample in few]
+            return _scored_mix(model, start, few, old)
 
         effects = np.stack([np.concatenate(_gaps(few, scored([part]), end)) for part in parts], axis=1)
         flipped = _flipped(list(parts), effects, np.concatenate(_gaps(few, rollout, end)))

@@ -13,7 +13,7 @@ import numpy as np
 from mismatch_plugin.core.validity import FLOOR, POSITIVE_TOLERANCE, ZERO_FILL_GAP
 from mismatch_plugin.data.arrays import Bools, Floats, Ints, is_null
 from mismatch_plugin.data.sample import Sample
-from mismatch_plugin.diagnose.batch import FIELD, Batch, Outcome, median
+from mismatch_plugin.diagnose.batch import FIELD, Batch, Outcome
 from mismatch_plugin.diagnose.findings import SIDES, Confidence, FaultName, Item, LogProbSide, place_of, too_few
 
 FILL_GAP = 0.5
@@ -28,12 +28,11 @@ UNLIKELY = -1.0
 POSITIVE_SHARE, MIN_SIGNED = 0.9, 4
 """Of a sample's values are positive; values of one sample, to judge its sign."""
 BASE_SMALLEST, MIN_BASE_TOKENS = 0.01, 45
-"""Nearer to 0 the ratio of two log-probs is mostly noise; so many of the batch judge the base, 15 a third."""
-BASE_TOLERANCE, BASE_ERRORS, BASE_WORST = 0.01, 3.0, 0.06
+"""Nearer to 0 the ratio of two log-probs is mostly noise; so many of the batch judge the factor, 15 a third."""
+BASE_TOLERANCE, BASE_ERRORS, BASE_WORST, BASE_SPREAD = 0.01, 3.0, 0.06, 0.2
 """Of log(ratio of the sides) in each third of the tokens, ordered by size: proportional means the same everywhere. So
-many standard errors of the median are added, up to the last number. Temperatures near the log of a base lie outside."""
-BASE_SPREAD = 0.2
-"""Typical deviation from that ratio among the largest third, at most."""
+many standard errors of the median are added, up to the third number. Temperatures near the log of a base lie outside.
+Last the typical deviation among the largest third, at most."""
 FACTOR_SPREAD, MIN_FACTOR, FACTOR_LIKELY = 0.05, 0.05, 0.7
 """Any other factor: typical deviation in every third at most, its log at least, and |log p| of the likeliest third."""
 NARROW_SMALLEST, MIN_NARROW, NARROW_SHARE = 0.05, 5, 0.95
@@ -169,11 +168,9 @@ def find_zero_eos(batch: Batch) -> Outcome:
     """Responses that have 0.0 on the last token, where the training side is far from it; sides must be aligned."""
     ending = [sample for sample in batch if len(sample) > 1 and sample.usable[-1]]
     chosen = [one for one in ending if one.rollout_log_probs[-1] == 0.0 and one.train_log_probs[-1] < -FILL_GAP]
-    theirs = [float(sample.train_log_probs[-1]) for sample in chosen]
-    if not chosen or (len(chosen) < 2 and min(theirs) > -ZERO_FILL_GAP):
+    if len(chosen) == 1 and chosen[0].train_log_probs[-1] > -ZERO_FILL_GAP:
         return [], batch
-    what = f"stands a token with exactly 0.0, which the trainer gives {np.mean(theirs):.3g}"
-    return _without_eos(batch, chosen, what)
+    return _without_eos(batch, chosen, "stands a token with exactly 0.0, which is far from that to the trainer")
 
 
 def _without_eos(batch: Batch, chosen: list[Sample], what: str) -> Outcome:
@@ -186,14 +183,14 @@ def _without_eos(batch: Batch, chosen: list[Sample], what: str) -> Outcome:
         last = np.arange(len(sample)) == len(sample) - 1
         values = np.where(last, np.nan, sample.rollout_log_probs)
         changed[sample.index] = {"rollout_log_probs": values, "loss_mask": sample.mask & ~last}
-    named = f" (id {ids.pop()})" if len(ids) == 1 else ""
-    return [eos_finding(batch, chosen, len(chosen[0]) - 1, f"{what}{named}")], batch.with_values(changed)
+    return [eos_finding(batch, chosen, len(chosen[0]) - 1, what)], batch.with_values(changed)
 
 
 def eos_finding(batch: Batch, samples: list[Sample], position: int, what: str) -> Item:
     """An end-of-sequence token that was not sampled. position: of it, in the first sample."""
-    count = f"{len(samples)} of {len(batch)} responses"
-    evidence = f"At the end of {count} {what}: an end-of-sequence token that was not sampled."
+    ids = {int(one.response_ids[-1]) for one in samples if position < len(samples[0])}
+    count, named = f"{len(samples)} of {len(batch)} responses", f" (id {ids.pop()})" if len(ids) == 1 else ""
+    evidence = f"At the end of {count} {what}{named}: an end-of-sequence token that was not sampled."
     fix = "Do not append EOS to what the server returned, or give it loss_mask 0: nobody sampled it."
     first = place_of(samples[0], position)
     return batch.finding("eos_appended", "training", evidence, fix, samples, tokens=len(samples), first=first)
@@ -206,7 +203,7 @@ def find_scale(batch: Batch) -> Outcome:
     """Judge each side, and go on with natural logs."""
     rollout, batch = _positive(batch, "rollout")
     training, batch = _positive(batch, "training")
-    base, batch = _base(batch) if batch.has_training else ([], batch)
+    base, batch = _factor(batch) if batch.has_training else ([], batch)
     return [*rollout, *training, *base], batch
 
 
@@ -238,9 +235,9 @@ def _positive(batch: Batch, side: LogProbSide) -> Outcome:
     return [batch.finding(name, side, evidence, fix, chosen)], batch.with_values(changed)
 
 
-def _base(batch: Batch) -> Outcome:
-    """Proportional sides with the factor of base 2 or 10: numbers of base b are natural ones / ln b. A temperature
-    never gives one factor for likely and unlikely tokens: it must hold in each third of the tokens by size."""
+def _factor(batch: Batch) -> Outcome:
+    """Proportional sides: by base 2 or 10 (numbers of base b are natural ones / ln b), else by any factor. A
+    temperature never gives one for likely and unlikely tokens: it must hold in each third of the tokens by size."""
     tokens = batch.tokens
     size = tokens.rollout * tokens.training  # of both sides, so that neither side's scale chooses the tokens
     told = (tokens.rollout < 0) & (tokens.training < 0) & (size > BASE_SMALLEST**2)
@@ -248,42 +245,35 @@ def _base(batch: Batch) -> Outcome:
     if len(tokens) < MIN_BASE_TOKENS:
         few = f"{len(tokens)} with log-probs clearly below 0 on both sides, {MIN_BASE_TOKENS} needed"
         return [too_few(few, "log_base")], batch
-    log_ratio = np.log(tokens.rollout / tokens.training)
-    cuts = [len(size) // 3, 2 * len(size) // 3]
-    places = np.split(np.argpartition(size, cuts), cuts)
-    parts = [log_ratio[part] for part in places]
-    thirds = np.array([median(part) for part in parts])
-    spreads = np.array([median(np.abs(part - third)) for part, third in zip(parts, thirds, strict=True)])
-    if spreads[2] > BASE_SPREAD:
-        return [], batch  # not proportional at all, whatever the medians happen to be
+    places = np.array_split(np.argsort(size), 3)
+    parts = [np.log(tokens.training / tokens.rollout)[place] for place in places]
+    thirds = np.array([np.median(part) for part in parts])
+    spreads = np.array([np.median(np.abs(part - third)) for part, third in zip(parts, thirds, strict=True)])
     # Median of n normal values: 1.253 σ/√n, and σ is 1.483 times their median deviation.
     errors = 1.86 * spreads / np.sqrt([len(part) for part in parts])
     allowed = np.minimum(BASE_TOLERANCE + BASE_ERRORS * errors, BASE_WORST)
+    if spreads[2] > BASE_SPREAD:
+        return [], batch  # not proportional, whatever the medians happen to be
+    factor = math.exp(thirds[1])
+    evidence = f"Training log-probs are {factor:.4f} times the rollout's, whatever their size"
     recorded = {abs(math.log(one.temperature)) for one in batch if one.temperature > 0}
     for side, base in product(SIDES, (2.0, 10.0)):
-        factor = math.log(base)
-        expected = math.log(factor) * (-1 if side == "rollout" else 1)
+        expected = math.log(math.log(base)) * (1 if side == "rollout" else -1)
         nearer = any(abs(abs(thirds[1]) - one) < abs(thirds[1] - expected) for one in recorded)  # 0.7 is near log 2
         if nearer or (np.abs(thirds - expected) > allowed).any():
             continue
-        evidence = (
-            f"Rollout and training log-probs are proportional, factor {math.exp(thirds[1]):.4f} (thirds of the tokens "
-            f"by size: {', '.join(f'{math.exp(third):.4f}' for third in thirds)}): base {base:g} on the {side} side "
-            f"gives {math.exp(expected):.4f}."
-        )
-        fix = f"Store natural logs: multiply the numbers on that side by {factor:.6g} (log of the base)."
-        told = {"factor": math.exp(thirds[1]), "base": base}
-        finding = batch.finding("log_base", side, evidence, fix, batch.samples, statistics=told)
-        return [finding], batch.with_values({one.index: {FIELD[side]: one.values(side) * factor} for one in batch})
-    factor, likely = math.exp(-thirds[1]), math.sqrt(median(size[places[0]]))
-    one_factor = (np.abs(thirds - thirds[1]) <= allowed).all() and (spreads <= FACTOR_SPREAD).all()
+        evidence += f": base {base:g} on the {side} side gives {math.exp(expected):.4f}."
+        fix = f"Store natural logs: multiply the numbers on that side by {math.log(base):.6g} (log of the base)."
+        figures = {"factor": factor, "base": base}
+        finding = batch.finding("log_base", side, evidence, fix, batch.samples, statistics=figures)
+        natural = {one.index: {FIELD[side]: one.values(side) * math.log(base)} for one in batch}
+        return [finding], batch.with_values(natural)
     # Of unlikely tokens alone a temperature is nearly one factor, too.
-    if not one_factor or abs(thirds[1]) < MIN_FACTOR or likely > FACTOR_LIKELY:
+    likely = math.sqrt(np.median(size[places[0]])) <= FACTOR_LIKELY
+    one_factor = (np.abs(thirds - thirds[1]) <= allowed).all() and (spreads <= FACTOR_SPREAD).all()
+    if not (one_factor and likely) or abs(thirds[1]) < MIN_FACTOR:
         return [], batch
-    evidence = (
-        f"Training log-probs are {factor:.4f} times the rollout's, whatever their size: one side was multiplied after "
-        f"its log-softmax, which a temperature is not."
-    )
+    evidence += ": one side was multiplied after its log-softmax, which a temperature is not."
     fix = "Divide logits by the temperature before the log-softmax, never log-probs, and multiply by nothing else."
     finding = batch.finding("log_base", "both", evidence, fix, batch.samples, statistics={"factor": factor})
     return [finding], batch.with_values({one.index: {FIELD["training"]: one.train_log_probs / factor} for one in batch})

@@ -6,18 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from mismatch_plugin.diagnose.batch import Batch, Outcome
-from mismatch_plugin.diagnose.detectors import (
-    alignment,
-    distribution,
-    numbers,
-    routing,
-    served,
-    served_weights,
-    size,
-    tokens,
-    vocabulary,
-    weights,
-)
+from mismatch_plugin.diagnose.detectors import alignment, distribution, numbers, served, size, tokens, weights
 from mismatch_plugin.diagnose.findings import CheckResult, FaultName, Finding, Item, Status, Undecided
 from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS
 
@@ -25,25 +14,71 @@ from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS
 class Fault(NamedTuple):
     """A row of docs/inspect.md. compared: it shows only next to a training side."""
 
-    name: FaultName
     happened: str
     shown_by: str
     compared: bool = False
 
 
+PLUGIN = "the server's plugin"
+FAULTS: dict[FaultName, Fault] = {
+    "label_reused": Fault("weights changed under one and the same version", PLUGIN),
+    "other_weights": Fault("a server serves other weights than the trainer sent", f"{PLUGIN}; `weight_fingerprint`"),
+    "stale_cache": Fault("the cache was not flushed after an update", f"{PLUGIN}; samples with a cached prompt"),
+    "update_lost_in_precision": Fault("bfloat16 rounded most of an update away", f"{PLUGIN}; both checkpoints"),
+    "server_differs": Fault("a server has other weights, precision or version", f"{PLUGIN}; rescoring with `--url`"),
+    "token_ids": Fault("the trainer sees other response ids", "ids", True),
+    "prompt_ids": Fault("the trainer sees another prompt", "ids", True),
+    "cloned_group": Fault("equal responses in one group, at a temperature above 0", "ids, and how unlikely"),
+    "replay_off": Fault("experts are not replayed as they were", "routes of both sides, or `--checkpoint`", True),
+    "eos_appended": Fault("an appended end token that nobody sampled", "null, 0.0 or one token more at the end"),
+    "sign": Fault("losses in place of log-probs", "positive values"),
+    "probabilities": Fault("probabilities in place of log-probs", "values in (0, 1]"),
+    "log_base": Fault("logs of base 2 or 10, or log-probs times a factor", "one factor at every size", True),
+    "missing": Fault("null in place of a log-prob", "the value"),
+    "nan": Fault("NaN", "the value"),
+    "infinite": Fault("+inf", "the value"),
+    "positive": Fault("a log-prob above 0", "the value"),
+    "floor": Fault("−inf or a clamp at a floor", "the value, and its repetition"),
+    "retokenised": Fault("text decoded and encoded again", "sides agree up to a position, and not behind it", True),
+    "swapped_samples": Fault("log-probs of another sample", "another sample's fit better", True),
+    "length": Fault("a list that is not as long as the response", "lengths"),
+    "boundary": Fault("the response is cut at another place", "a shift by 2 to 8 tokens fits better", True),
+    "shift_by_one": Fault("log-probs of the next or previous token", "a shift by one fits better", True),
+    "zero_fill": Fault("0.0 filled in where nothing came", "0.0 next to a far log-prob", True),
+    "wrong_prompt": Fault("another prompt, template or BOS", "the gap decays, or is less after longer prompts", True),
+    "unrelated": Fault("the sides have nothing in common", "no rank correlation", True),
+    "token_offset": Fault("few ids with a bias, a ban or other embedding rows", "their gap in every sample", True),
+    "temperature": Fault("only one side divides by the temperature", f"{PLUGIN}; slope of the gap; entropies", True),
+    "penalty": Fault("a repetition penalty on one side", "an offset on tokens that occurred before", True),
+    "truncation": Fault("top-p, top-k or min-p on one side", "what is recorded; gaps of one sign; entropies"),
+    "mixed_versions": Fault("weights changed inside a response, or servers differ", "recorded versions"),
+    "staleness": Fault("sampled by weights too many steps behind", "recorded versions", True),
+    "stale_server": Fault("one server or worker is behind", f"{PLUGIN}; its samples lie further off", True),
+    "weights_not_updated": Fault(
+        "updates never reached the sampler, whatever its label says",
+        f"{PLUGIN}; the label `default`; the weights of `--reference-checkpoint` fit; the gap grows with the version",
+        True,
+    ),
+    "weights_partly_updated": Fault("only some layers arrived", f"{PLUGIN}; a mix of both checkpoints fits best", True),
+    "quantised": Fault("sides in different precision", "even noise above bf16's, of a size such pairs have", True),
+    "moe_routing": Fault("a router chose other experts", "few tokens far off, in any place, sample and id", True),
+    "unexplained": Fault("nothing known explains so large a gap", "its size, and which samples hold it", True),
+    "bf16": Fault("log-probs were rounded to bf16", "their digits"),
+    "fp16": Fault("log-probs were rounded to fp16", "their digits"),
+    "rounded": Fault("log-probs were rounded to few decimals", "their digits"),
+}
+
+
 class Detector(NamedTuple):
     """find: names faults in a batch, and returns it with what they explain undone, as far as that is possible.
 
-    faults: those that it finds first or best. alone: it looks at records without a training side, too. unless: these
-    explain what it would find: where one was named before, it is left out. ends: after these nothing that follows in
-    its stage can be told.
+    alone: it looks at records without a training side, too. unless: these explain what it would find: where one was
+    named before, it is left out.
     """
 
     find: Callable[[Batch], Outcome]
-    faults: tuple[Fault, ...] = ()
     alone: bool = False
     unless: tuple[FaultName, ...] = ()
-    ends: tuple[FaultName, ...] = ()
 
 
 _OTHER_DISTRIBUTION = ("unrelated", "wrong_prompt", "temperature", "truncation", "penalty")
@@ -51,145 +86,43 @@ _OLD_WEIGHTS = ("weights_not_updated", "weights_partly_updated", "stale_server",
 _OTHER_TEXT = ("unrelated", "temperature", "penalty", "wrong_prompt", "retokenised", "shift_by_one", "boundary")
 _LEFT_OUT = ("missing", "infinite", "nan", "positive", "floor", "zero_fill", "eos_appended", "token_offset")
 """Once undone, tokens are missing by what they are: those that are left were not drawn as the log-probs tell."""
-
-PLUGIN = "the server's plugin"
-TOLD = (  # What servers tell of themselves is no statistics: it is named before all else.
-    Detector(served_weights.find_served_weights, (
-        Fault("label_reused", "weights changed under one and the same version", PLUGIN),
-        Fault("other_weights", "a server serves other weights than the trainer sent",
-              f"{PLUGIN}, next to the trainer's `weight_fingerprint`"),
-    )),
-    Detector(served.find_stale_cache, (
-        Fault("stale_cache",
-              "keys and values of older weights were reused under a new version: the cache was not flushed",
-              f"{PLUGIN}; else samples with a cached prompt are further off than others"),
-    )),
-    Detector(served.find_rounded_updates, (
-        Fault("update_lost_in_precision",
-              "an update changed few elements, since bfloat16 rounds small steps away",
-              f"{PLUGIN}; else both checkpoints"),
-    )),
-    Detector(served.find_settings, (
-        Fault("server_differs", "a running server has other weights, precision or version",
-              f"{PLUGIN}; rescoring, against `--checkpoint` and other `--url`"),
-    )),
-)  # fmt: skip
-STAGES: tuple[tuple[Detector, ...], ...] = (
-    (  # Broken pairs and numbers: found first, and undone, so that what follows sees sound pairs.
-        Detector(alignment.find_ids, (
-            Fault("token_ids", "the trainer sees other response ids", "ids", True),
-            Fault("prompt_ids", "the trainer sees another prompt", "ids", True),
-        )),
-        Detector(served.find_cloned_groups, (
-            Fault("cloned_group", "responses of one group that are the same, at a temperature above 0",
-                  "ids, and how unlikely"),
-        ), alone=True),
-        Detector(routing.find_replay, (
-            Fault("replay_off", "experts that the trainer replays are not those of the rollout: shifted by one, filled "
-                  "in, of another run", "`routed_experts` and `trained_experts` of the records, or the routers of "
-                  "`--checkpoint`", True),
-        )),
-        Detector(numbers.find_null_eos, (
-            Fault("eos_appended", "the trainer appended an end token that nobody sampled",
-                  "null, 0.0 or one token more at the end"),
-        ), alone=True),
-        Detector(numbers.find_scale, (
-            Fault("sign", "losses in place of log-probs", "positive values"),
-            Fault("probabilities", "probabilities in place of log-probs", "values in (0, 1]"),
-            Fault("log_base", "logs of base 2 or 10, or log-probs times a factor",
-                  "one factor between the sides, at every size", True),
-        ), alone=True),
-        Detector(numbers.find_numbers, (
-            Fault("missing", "null in place of a log-prob", "the value"),
-            Fault("nan", "NaN", "the value"),
-            Fault("infinite", "+inf", "the value"),
-            Fault("positive", "a log-prob above 0", "the value"),
-            Fault("floor", "−inf or a clamp at a floor", "the value, and its repetition"),
-        ), alone=True),
-        Detector(tokens.find_retokenised, (
-            Fault("retokenised", "text decoded and encoded again", "sides agree up to a position, and not behind it",
-                  True),
-        )),
-        Detector(alignment.find_swapped, (
-            Fault("swapped_samples", "log-probs of another sample", "another sample's fit better", True),
-        )),
-        Detector(alignment.find_lengths, (Fault("length", "a list that is not as long as the response", "lengths"),)),
-        Detector(alignment.find_shift, (
-            Fault("boundary", "the response is cut at another place", "a shift by 2 to 8 tokens fits better", True),
-            Fault("shift_by_one", "log-probs of the next or previous token", "a shift by one fits better", True),
-        )),
-        Detector(numbers.find_zero_eos),
-        Detector(numbers.find_fills, (
-            Fault("zero_fill", "0.0 filled in where nothing came", "0.0 next to a far log-prob", True),
-        )),
+TOLD = (served.find_served_weights, served.find_stale_cache, served.find_rounded_updates, served.find_settings)
+"""What servers tell of themselves is no statistics: it is named before all else."""
+DETECTORS = (
+    # Broken pairs and numbers: found first, and undone, so that what follows sees sound pairs.
+    Detector(alignment.find_ids),
+    Detector(served.find_cloned_groups, alone=True),
+    Detector(alignment.find_replay),
+    Detector(numbers.find_null_eos, alone=True),
+    Detector(numbers.find_scale, alone=True),
+    Detector(numbers.find_numbers, alone=True),
+    Detector(tokens.find_retokenised),
+    Detector(alignment.find_swapped),
+    Detector(alignment.find_lengths),
+    Detector(alignment.find_shift),
+    Detector(numbers.find_zero_eos),
+    Detector(numbers.find_fills),
+    # Two distributions that differ by what one side left out. Of unrelated ones nothing finer can be said.
+    Detector(tokens.find_wrong_prompt, unless=("prompt_ids",)),
+    Detector(tokens.find_unrelated, unless=("wrong_prompt",)),
+    Detector(tokens.find_token_offset, unless=("unrelated", "wrong_prompt", "prompt_ids", "retokenised")),
+    Detector(distribution.find_temperature, unless=("unrelated", "wrong_prompt")),
+    Detector(distribution.find_penalty, unless=("unrelated", "wrong_prompt")),
+    Detector(distribution.find_truncation, alone=True, unless=("unrelated", "token_offset")),  # it moves all others
+    Detector(distribution.find_sampling, unless=(*_OTHER_TEXT, "stale_server", *_LEFT_OUT)),
+    # Other weights: by labels, one server's, or all of them.
+    Detector(weights.find_versions, alone=True),
+    Detector(weights.find_cached_further, unless=(*_OTHER_TEXT, *_OLD_WEIGHTS)),
+    Detector(weights.find_stale_server, unless=(*_OLD_WEIGHTS, "server_differs")),
+    Detector(weights.find_not_updated, unless=(*_OTHER_TEXT, *_OLD_WEIGHTS)),
+    Detector(weights.find_split, unless=(*_OTHER_TEXT, *_OLD_WEIGHTS, "stale_cache")),
+    # What is left: the size of the gap, where nothing above explains it.
+    Detector(
+        size.find_size,
+        unless=("prompt_ids", "retokenised", "staleness", "server_differs", *_OTHER_DISTRIBUTION, *_OLD_WEIGHTS),
     ),
-    (  # Two distributions that differ by what one side left out: whole ones if there are any, then sampled tokens.
-        Detector(vocabulary.find_in_distributions, ends=("shift_by_one",)),
-        Detector(tokens.find_wrong_prompt, (
-            Fault("wrong_prompt", "another prompt, template or BOS",
-                  "the gap decays along responses, or with prompts' lengths", True),
-        ), unless=("prompt_ids", "temperature", "penalty")),
-        Detector(tokens.find_unrelated, (
-            Fault("unrelated", "the sides have nothing in common", "no rank correlation", True),
-        ), ends=("unrelated",), unless=("wrong_prompt",)),
-        Detector(tokens.find_token_offset, (
-            Fault("token_offset", "few ids with a bias, a ban or other embedding rows on one side",
-                  "their gap in every sample", True),
-        ), unless=("wrong_prompt", "prompt_ids", "retokenised")),
-        Detector(distribution.find_temperature, (
-            Fault("temperature", "only one side divides by the temperature",
-                  f"{PLUGIN}; slope of the gap over the log-prob; entropies; logits", True),
-        ), unless=("wrong_prompt",)),
-        Detector(distribution.find_penalty, (
-            Fault("penalty", "a repetition penalty on one side", "an offset on tokens that occurred before; logits",
-                  True),
-        ), unless=("wrong_prompt",)),
-        Detector(distribution.find_truncation, (
-            Fault("truncation", "top-p, top-k or min-p on one side",
-                  "what is recorded; gaps of one sign; entropies; logits"),
-        ), alone=True, unless=("token_offset",)),  # it moves all other ids one way
-        Detector(distribution.find_sampling, unless=(*_OTHER_TEXT, "stale_server", *_LEFT_OUT)),
-    ),
-    (  # Other weights: by labels, one server's, or all of them.
-        Detector(weights.find_versions, (
-            Fault("mixed_versions", "weights changed inside a response, or servers differ", "recorded versions"),
-            Fault("staleness", "sampled by weights too many steps behind", "recorded versions", True),
-        ), alone=True),
-        Detector(weights.find_cached_further, unless=(*_OTHER_TEXT, *_OLD_WEIGHTS)),
-        Detector(weights.find_stale_server, (
-            Fault("stale_server", "one server or worker is behind",
-                  f"{PLUGIN}; its samples lie further off than others'", True),
-        ), unless=(*_OLD_WEIGHTS, "server_differs")),
-        Detector(weights.find_not_updated, (
-            Fault("weights_not_updated", "updates never reached the sampler, whatever its label says",
-                  f"{PLUGIN}; SGLang's label `default`; the sampler fits the start weights "
-                  "(`--reference-checkpoint`); the gap grows with the version", True),
-            Fault("weights_partly_updated", "only some layers arrived",
-                  f"{PLUGIN}; a mix of both checkpoints' layers fits best", True),
-        ), unless=(*_OTHER_TEXT, *_OLD_WEIGHTS)),
-        Detector(weights.find_split, unless=(*_OTHER_TEXT, *_OLD_WEIGHTS, "stale_cache")),
-    ),
-    (  # What is left: the size of the gap, where nothing above explains it.
-        Detector(size.find_size, (
-            Fault("quantised", "sides in different precision",
-                  "even noise above that of bf16, of a size that such pairs have", True),
-            Fault("moe_routing", "a router chose other experts", "few tokens far off, in any place, sample and id",
-                  True),
-            Fault("unexplained", "nothing known explains so large a gap",
-                  "its size, and which samples or tokens hold it", True),
-        ), unless=("prompt_ids", "retokenised", "staleness", "server_differs", *_OTHER_DISTRIBUTION, *_OLD_WEIGHTS)),
-    ),
-)  # fmt: skip
-"""A fault that was named is not named again by a later detector."""
-PRECISION = Detector(numbers.find_precision, (
-    Fault("bf16", "log-probs were rounded to bf16", "their digits"),
-    Fault("fp16", "log-probs were rounded to fp16", "their digits"),
-    Fault("rounded", "log-probs were rounded to few decimals", "their digits"),
-), alone=True)  # fmt: skip
-"""Looks at the batch as it was given, before anything was undone."""
-FAULTS = {
-    fault.name: fault for stage in (TOLD, *STAGES, (PRECISION,)) for detector in stage for fault in detector.faults
-}
+)
+"""In the order in which one fault would hide another. A fault that was named is not named again by a later one."""
 
 NO_TRAINING = "there is no training side: give its log-probs, a checkpoint or a server"
 
@@ -202,25 +135,19 @@ def check_batch(
     found: what is known already, told first but for what the servers of the records told of themselves.
     """
     given = batch
-    items = [item for detector in TOLD for item in detector.find(batch)[0]]
+    items = [item for find in TOLD for item in find(batch)[0]]
     told = _faults(items)
     items += found
     if not given.has_training:
         needed = tuple(name for name, fault in FAULTS.items() if fault.compared)
         items.append(Undecided(faults=needed, reason=NO_TRAINING))
-    for stage in STAGES:
-        for detector in stage:
-            known = _faults(items)
-            if not (detector.alone or given.has_training) or known & {*detector.unless}:
-                continue
+    for detector in DETECTORS:
+        known = _faults(items)
+        if (detector.alone or given.has_training) and not known & {*detector.unless}:
             said, batch = detector.find(batch)
             items += [item for item in said if isinstance(item, Undecided) or item.fault not in known]
-            if _faults(said) & {*detector.ends}:
-                break
-    items += PRECISION.find(given)[0]
-    findings = [
-        item.model_copy(update={"accepted": item.fault in accept}) for item in items if isinstance(item, Finding)
-    ]
+    items += numbers.find_precision(given)[0]
+    findings = [one.model_copy(update={"accepted": one.fault in accept}) for one in items if isinstance(one, Finding)]
     undecided = [
         item.model_copy(update={"faults": left})
         for item in items
@@ -230,7 +157,6 @@ def check_batch(
     after = before if batch is given else size.mismatch(batch)
     few = given.has_training and len(batch.tokens) < ENOUGH_TOKENS
     status: Status = "faults" if any(item.counts for item in findings) else "undecided" if few else "clean"
-    remarks = (served.note(given), size.equal_sides(batch))
     return CheckResult(
         status=status,
         samples=len(given),
@@ -239,7 +165,7 @@ def check_batch(
         undecided=tuple(undecided),
         mismatch=before,
         fixed=after if after != before else None,
-        notes=(*notes, *(remark for remark in remarks if remark)),
+        notes=(*notes, *served.note(given)),
     )
 
 

@@ -18,7 +18,7 @@ from mismatch_plugin.diagnose.batch import Batch, make_batch
 from mismatch_plugin.diagnose.detectors.distance import logit_gap, z_score
 from mismatch_plugin.diagnose.detectors.layers import FAR_Z_SCORE, NEAR_START, way_back
 from mismatch_plugin.diagnose.detectors.size import mismatch
-from mismatch_plugin.diagnose.findings import Finding, place_of
+from mismatch_plugin.diagnose.findings import Finding
 from mismatch_plugin.diagnose.normal import LOGIT_GAPS
 from mismatch_plugin.diagnose.scorers import Checkpoint, rescore, with_reference, with_training
 from mismatch_plugin.sglang.http import shown
@@ -35,23 +35,23 @@ FIX = (
 )
 
 
-class Server(NamedTuple):
-    """What one server says of the responses at temperature 1. precision: a name of LOGIT_GAPS."""
+class Rescored(NamedTuple):
+    """What one server says of the responses at temperature 1. batch: next to the checkpoint or the other servers. gaps:
+    |logit gap| of each response; median: of all."""
 
     url: str
-    values: list[Floats]
-    risks: list[str]
-    precision: str
+    batch: Batch
+    gaps: list[Floats]
+    median: float
 
 
 def workers_of(url: str) -> list[str]:
     """The workers behind a router (SGLang's `/workers`, slime's and older `/list_workers`), without the `@rank` of one
     that routes to data-parallel ranks; else the URL itself."""
-    from mismatch_plugin.sglang.http import RequestError, Retries
-    from mismatch_plugin.sglang.http import Server as Connection
+    from mismatch_plugin.sglang.http import RequestError, Retries, Server
 
     async def ask() -> list[str]:
-        server = Connection(url, timeout=ROUTER_TIMEOUT, connect_timeout=ROUTER_TIMEOUT)
+        server = Server(url, timeout=ROUTER_TIMEOUT, connect_timeout=ROUTER_TIMEOUT)
         try:
             for path in ("/workers", "/list_workers"):
                 try:
@@ -80,64 +80,62 @@ def compare_servers(
 ) -> tuple[list[str], list[Finding]]:
     """Notes and findings. At least a checkpoint and one server, or two servers.
 
-    With a checkpoint each server is compared with it; without one, with the median of three or more servers, or the two
-    with each other. start: the weights that the run began with.
+    With a checkpoint each server is compared with it, else with the median of all servers, of two with each other.
+    start: the weights that the run began with.
 
     Raises InputError where a server does not answer.
     """
-    servers = [Server(url, *rescore(url, records, model.vocab if model else None), _precision(url)) for url in urls]
+    told = [rescore(url, records, model.vocab if model else None) for url in urls]
     neutral = [one.with_fields(sampling=SamplingParameters(), behaviour_log_probs=None) for one in records]
-    median = [np.median(each, axis=0) for each in zip(*(server.values for server in servers), strict=True)]
-    sides = model.scored(neutral) if model else median if len(servers) > 2 else servers[0].values
+    median = [np.median(each, axis=0) for each in zip(*(values for values, _ in told), strict=True)]
+    sides = model.scored(neutral) if model else median if len(urls) > 2 else told[0][0]
+    against = "the checkpoint" if model else "the median of all servers" if len(urls) > 2 else shown(urls[0])
     neutral = [with_training(*pair) for pair in zip(neutral, sides, strict=True)]
     if start is not None and model is not None:
         neutral = with_reference(neutral, start)
-    against = "the checkpoint" if model else "the median of all servers" if len(servers) > 2 else shown(urls[0])
     notes: list[str] = []
-    compared: list[tuple[Server, Batch, list[Floats], float]] = []
-    for server in servers if model or len(servers) > 2 else servers[1:]:
-        both = zip(neutral, server.values, strict=True)
-        batch = make_batch([one.with_fields(rollout_log_probs=values) for one, values in both], has_training=True)
+    compared: list[Rescored] = []
+    for url, (values, risks) in [*zip(urls, told, strict=True)][int(model is None and len(urls) == 2) :]:
+        both = zip(neutral, values, strict=True)
+        batch = make_batch([one.with_fields(rollout_log_probs=own) for one, own in both], has_training=True)
         level = mismatch(batch)
-        what = f"the server at {shown(server.url)}, rescoring at temperature 1, against {against}: "
-        notes += [*server.risks, what + ("no token can be compared" if level is None else str(level))]
-        if level is not None:
-            gaps = [np.abs(logit_gap(one, one.rollout_log_probs, one.train_log_probs)) for one in batch]
-            told = np.concatenate(gaps)
-            told = told[np.isfinite(told)]
-            compared.append((server, batch, gaps, float(np.median(told)) if len(told) else 0.0))
-    if not compared:
-        return notes, []
-    findings: list[Finding] = []
-    _, _, nearest, least = min(compared, key=lambda item: item[-1])
-    for server, batch, gaps, gap in compared:
-        bar, ratio = LOGIT_GAPS[server.precision], max(gap, FLOOR) / max(least, FLOOR)
-        further = z_score([float(np.nansum(own - other)) for own, other in zip(gaps, nearest, strict=True)])
-        odd = further > FAR_Z_SCORE and ratio > RATIO
-        way = way_back(batch.samples, [sample.train_log_probs for sample in batch])
-        fits = way is not None and way.share > NEAR_START and way.nearer > FAR_Z_SCORE
-        why = [f"where its precision ({server.precision}) explains {bar:g}"] if gap > bar else []
-        why += [f"{ratio:.2g} times the nearest server's, {further:.0f} standard errors"] if odd else []
-        why += ["and they fit the weights that the run began with better"] if fits else []
-        if not why:
-            continue
-        evidence = (
-            f"The server at {shown(server.url)} does not hold the weights of {against}: rescored at temperature 1 "
-            f"its log-probs have a median logit gap of {gap:.3g}, {'; '.join(why)}."
-        )
-        worst = int(np.abs(batch.tokens.gap).argmax())
-        about = {
-            "first": place_of(batch.samples[int(batch.tokens.sample[worst])], int(batch.tokens.position[worst])),
-            "statistics": {"gap": gap, "bar": bar, "ratio_to_nearest": ratio, "standard_errors": further},
-            "confidence": "likely" if gap > 2 * bar or fits or (odd and gap > bar) else "possible",
-        }
-        fix = FIX.format(which=shown(server.url))
-        findings.append(batch.finding("server_differs", "rollout", evidence, fix, batch.samples, **about))
-    return notes, findings
+        what = f"the server at {shown(url)}, rescoring at temperature 1, against {against}: "
+        notes += [*risks, what + ("no token can be compared" if level is None else str(level))]
+        gaps = [np.abs(logit_gap(one, one.rollout_log_probs, one.train_log_probs)) for one in batch]
+        if np.isfinite(np.concatenate(gaps)).any():
+            compared.append(Rescored(url, batch, gaps, float(np.nanmedian(np.concatenate(gaps)))))
+    nearest = min(compared, key=lambda one: one.median, default=None)
+    found = [_judge(one, nearest, against) for one in compared if nearest]
+    return notes, [item for item in found if item]
+
+
+def _judge(one: Rescored, nearest: Rescored, against: str) -> Finding | None:
+    """By its precision, next to the nearest server, and next to the weights that the run began with."""
+    precision, gap, batch = _precision(one.url), one.median, one.batch
+    bar, ratio = LOGIT_GAPS[precision], max(gap, FLOOR) / max(nearest.median, FLOOR)
+    further = z_score([float(np.nansum(own - other)) for own, other in zip(one.gaps, nearest.gaps, strict=True)])
+    odd = further > FAR_Z_SCORE and ratio > RATIO
+    way = way_back(batch.samples, [sample.train_log_probs for sample in batch])
+    fits = way is not None and way.share > NEAR_START and way.nearer > FAR_Z_SCORE
+    why = [f"where its precision ({precision}) explains {bar:g}"] if gap > bar else []
+    why += [f"{ratio:.2g} times the nearest server's, {further:.0f} standard errors"] if odd else []
+    why += ["and they fit the weights that the run began with better"] if fits else []
+    if not why:
+        return None
+    evidence = (
+        f"The server at {shown(one.url)} does not hold the weights of {against}: rescored at temperature 1 its "
+        f"log-probs have a median logit gap of {gap:.3g}, {'; '.join(why)}."
+    )
+    about = {
+        "statistics": {"gap": gap, "bar": bar, "ratio_to_nearest": ratio, "standard_errors": further},
+        "confidence": "likely" if gap > 2 * bar or fits or (odd and gap > bar) else "possible",
+    }
+    fix = FIX.format(which=shown(one.url))
+    return batch.finding("server_differs", "rollout", evidence, fix, batch.samples, **about)
 
 
 def _precision(url: str) -> str:
-    """By what the server tells of itself; "16 bits" where it tells nothing."""
+    """A name of LOGIT_GAPS, by what the server tells of itself; "16 bits" where it tells nothing."""
     from mismatch_plugin.sglang.client import RequestError, SGLangClient
     from mismatch_plugin.sglang.control import ServerInfo
 

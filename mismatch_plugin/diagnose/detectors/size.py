@@ -7,21 +7,20 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from mismatch_plugin.data.arrays import Bools, Floats
 from mismatch_plugin.data.versions import version_number
-from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens, median
+from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens
 from mismatch_plugin.diagnose.detectors.distance import CLIP, ordinary, rank_correlation, telling
-from mismatch_plugin.diagnose.findings import FaultName, Finding, Mismatch
+from mismatch_plugin.diagnose.findings import Finding, Mismatch
 from mismatch_plugin.diagnose.normal import (
+    BF16_NOISE,
     ENOUGH_TOKENS,
     FAR_ABS_MEAN,
     FAR_K3,
     LOOSE,
-    NOISE_FORMS,
     SMALL_K3,
     largest_published,
     size_class,
@@ -36,8 +35,6 @@ UPWARDS, SPREAD_OF_COUNTS, POSITION_DEVIATIONS, ONE_ID = 0.85, 1.6, 4.0, 0.4
 """Routers flip anywhere. At most: share of tokens that are likelier on the training side (tokens were drawn from the
 rollout side, so most are less likely on any other), variance over mean of the counts by sample, standard errors of the
 mean place in the response, share of the commonest id."""
-LARGE_GAP_NATS, NEARLY_ALL = 1.0, 0.8
-"""Few tokens that follow a pattern are named where they are so many nats apart and make nearly all of k3."""
 FEW_SAMPLES, UNRELATED = 0.25, 0.3
 """Samples above a bar are named where they are at most this share of all. Below a rank correlation of UNRELATED their
 two sides do not speak of the same tokens (other weights with a k3 of 1 gave .55 to .8, of 3 to 6 .2 to .4)."""
@@ -62,13 +59,11 @@ EVEN_CAUSES = (
     "Even noise comes from old weights, a matrix transposed or mapped to another (K and V, gate and up), LoRA left out "
     "or scaled otherwise, dropout, another RoPE base, or low precision."
 )
-NEXT = (
-    "Inspect again with {given} (present weights, and those that the run began with): it shows weights that did not "
-    "arrive, and filters and temperatures that no record tells. "
-)
-BY_HAND = (
-    "Score the same ids by both engines with the same weights (learning rate 0); compare prompt ids, chat template, "
-    "position ids and the attention mask of packed sequences."
+NEXT_FIX = (
+    "Inspect again with --checkpoint NOW --reference-checkpoint START (present weights, and those that the run began "
+    "with): it shows weights that did not arrive, and filters and temperatures that no record tells. Score the same "
+    "ids by both engines with the same weights (learning rate 0); compare prompt ids, chat template, position ids and "
+    "the attention mask of packed sequences. If a side is quantised, say so: --engine fp8 (or its format)."
 )
 
 
@@ -102,19 +97,6 @@ def mismatch(batch: Batch) -> Mismatch | None:
     )
 
 
-def equal_sides(batch: Batch) -> str | None:
-    """A remark where the two sides are equal to the last bit: what that is good for, and what else it may be."""
-    tokens = batch.tokens
-    told = tokens.rollout != 0.0
-    if not told.any() or (tokens.gap[told] != 0.0).any():
-        return None
-    return (
-        f"both sides are equal to the last bit on all {len(tokens)} tokens: either the kernels of the two engines are "
-        f"aligned, and work, or one list was given as both sides (rollout log-probs copied into the trainer's); where "
-        f"kernels are not meant to be aligned, it is the latter, and nothing was compared"
-    )
-
-
 @dataclass(frozen=True, eq=False)
 class Gaps:
     """Tokens that are not near certain, [T]. typical: median |gap| at their log-prob."""
@@ -127,7 +109,8 @@ class Gaps:
     def of(cls, batch: Batch) -> Gaps:
         tokens, told = batch.tokens, telling(batch.tokens)
         size = np.minimum(np.abs(tokens.gap), CLIP)
-        typical = ordinary(tokens, size, median, (tokens.occurred, ~tokens.occurred))[told]  # a penalty moves one kind
+        kinds = (tokens.occurred, ~tokens.occurred)  # a penalty moves one of them
+        typical = ordinary(tokens, size, np.median, kinds)[told]
         return cls(batch, tokens.where(told), typical)
 
     @cached_property
@@ -161,19 +144,6 @@ class Gaps:
     def even(self) -> bool:
         """The gap is noise of one size in all logits."""
         return bool(self.noise) and max(self.noise) <= EVEN * min(self.noise)
-
-    def outliers(self, nats: float) -> Bools:
-        """By so many nats and so many times what is typical; a third of the median at least is typical anywhere."""
-        gap = np.abs(self.tokens.gap)
-        typical = np.maximum(self.typical, float(np.median(gap)) / 3)
-        return gap > np.maximum(nats, OUTLIER_TIMES * typical)
-
-    def finding(self, name: FaultName, chosen: Bools, evidence: str, fix: str, **more: Any) -> Finding:
-        """About the chosen tokens; about no sample in particular where none is chosen."""
-        more = {"confidence": "possible"} | more
-        if chosen.any():
-            return self.batch.finding_at(name, "both", evidence, fix, self.tokens.where(chosen), **more)
-        return self.batch.finding(name, "both", evidence, fix, self.batch.samples, tokens=0, **more)
 
 
 def find_size(batch: Batch) -> Outcome:
@@ -221,48 +191,38 @@ def _of_newest(batch: Batch) -> Batch:
 
 
 def _few_tokens(gaps: Gaps, far: bool) -> Finding | None:
-    """Few tokens make most of the mismatch: anywhere (routers) or by a pattern."""
-    chosen, name = gaps.outliers(OUTLIER_NATS), "moe_routing"
+    """Few tokens anywhere make most of the mismatch: routers."""
+    size = np.abs(gaps.tokens.gap)
+    typical = np.maximum(gaps.typical, float(np.median(size)) / 3)  # a third of the median is typical anywhere
+    chosen = size > np.maximum(OUTLIER_NATS, OUTLIER_TIMES * typical)
     if not (chosen.sum() >= MIN_OUTLIERS and chosen.mean() <= FEW_TOKENS and gaps.homogeneous):
         return None
-    if gaps.k3[chosen].sum() < MAJORITY * gaps.k3.sum():
+    share = float(gaps.k3[chosen].sum() / gaps.k3.sum())
+    if share < MAJORITY or _has_pattern(gaps, chosen):
         return None
-    fix, where = ROUTING_FIX, "in any place, sample and id, as where routers of a MoE model choose other experts"
-    about = {"severity": "fault" if far else "note", "confidence": "likely"}
-    if pattern := _pattern(gaps, chosen):
-        chosen, name, fix, about = gaps.outliers(LARGE_GAP_NATS), "unexplained", _next_step(gaps.batch), {}
-        where = f"{pattern}: something acts on them alone (banned or biased ids, special tokens, a mask)"
-        if chosen.sum() < MIN_OUTLIERS or gaps.k3[chosen].sum() < NEARLY_ALL * gaps.k3.sum():
-            return None
-    size = np.abs(gaps.tokens.gap)
-    rest, sizes, share = float(np.median(size[~chosen])), size[chosen], float(gaps.k3[chosen].sum() / gaps.k3.sum())
+    sizes, rest = size[chosen], float(np.median(size[~chosen]))
     evidence = (
         f"{len(sizes)} of {len(chosen)} tokens ({chosen.mean():.2%}; near certain ones aside) make {share:.0%} of k3. "
-        f"They are {sizes.min():.2g} to {sizes.max():.2g} nats apart, the others {rest:.2g} (median). They lie {where}."
+        f"They are {sizes.min():.2g} to {sizes.max():.2g} nats apart, the others {rest:.2g} (median). They lie in any "
+        f"place, sample and id, as where routers of a MoE model choose other experts."
     )
     told = {"tokens": len(sizes), "fraction": float(chosen.mean()), "share_of_k3": share, "median": rest}
-    return gaps.finding(name, chosen, evidence, fix, statistics=told, **about)
+    about = {"statistics": told, "severity": "fault" if far else "note"}
+    return gaps.batch.finding_at("moe_routing", "both", evidence, ROUTING_FIX, gaps.tokens.where(chosen), **about)
 
 
-def _pattern(gaps: Gaps, chosen: Bools) -> str | None:
-    """What these tokens have in common beyond chance, or None."""
+def _has_pattern(gaps: Gaps, chosen: Bools) -> bool:
+    """These tokens have something in common beyond chance: an id, a sign, few samples, or a place in the response."""
     tokens, some, samples = gaps.tokens, gaps.tokens.where(chosen), gaps.batch.samples
+    ids = [int(samples[at].response_ids[position]) for at, position in zip(some.sample, some.position, strict=True)]
     place = (tokens.position + 0.5) / np.array([len(sample) for sample in samples])[tokens.sample]
     deviations = (place[chosen].mean() - place.mean()) / max(float(place.std()), 1e-9) * math.sqrt(len(some))
-    ids = [int(samples[at].response_ids[position]) for at, position in zip(some.sample, some.position, strict=True)]
-    names, often = np.unique(ids, return_counts=True)
-    up = float((some.gap > 0).mean())
     all_of, of_samples = (np.bincount(one.sample, minlength=len(samples)) for one in (tokens, some))
     expected = all_of[all_of > 0] * chosen.mean()
-    if often.max() > ONE_ID * len(some):
-        return f"on certain ids ({often.max()} are id {names[np.argmax(often)]})"
-    if up > UPWARDS:
-        return f"on one side ({up:.0%} are likelier on the training side)"
-    if float(((of_samples[all_of > 0] - expected) ** 2 / expected).mean()) > SPREAD_OF_COUNTS:
-        return "most of them in few samples"
-    if abs(deviations) > POSITION_DEVIATIONS:
-        return f"mostly {'late' if deviations > 0 else 'early'} in responses"
-    return None
+    spread = float(((of_samples[all_of > 0] - expected) ** 2 / expected).mean())
+    often, upwards = np.unique(ids, return_counts=True)[1].max(), (some.gap > 0).mean()
+    alike = often > ONE_ID * len(some) or upwards > UPWARDS
+    return bool(alike or spread > SPREAD_OF_COUNTS or abs(deviations) > POSITION_DEVIATIONS)
 
 
 def _even_noise(gaps: Gaps, level: Mismatch) -> Finding | None:
@@ -272,28 +232,24 @@ def _even_noise(gaps: Gaps, level: Mismatch) -> Finding | None:
     if level.k3_kl <= SMALL_K3 or not gaps.homogeneous or not gaps.even or told_old:
         return None
     typical, quantised = float(np.median(gaps.noise)), gaps.batch.quantised
-    if typical <= NOISE_FORMS[0][0]:
-        return None
     most_abs, most_k3 = largest_published(quantised is not False)
     loose = 1.0 if quantised is None else LOOSE  # of an unknown pair the size alone must be one that was published
-    most_abs, most_k3 = loose * most_abs, loose * most_k3
-    inside = level.abs_mean <= most_abs and level.k3_kl <= most_k3
-    if inside and quantised is False:
+    inside = level.abs_mean <= loose * most_abs and level.k3_kl <= loose * most_k3
+    if typical <= BF16_NOISE or (inside and quantised is False):
         return None
-    form = next(name for bar, name in NOISE_FORMS if typical <= bar)
     who = "pairs with a quantised side" if quantised is not False else "pairs in 16 bits"
     evidence = (
         f"The gap is even noise of {typical:.2g} nats in all logits, likely and unlikely tokens alike "
-        f"({min(gaps.noise):.2g} to {max(gaps.noise):.2g}), in all samples: more than bf16 makes, {form}. Mean "
-        f"|gap| {level.abs_mean:.3g} and k3 {level.k3_kl:.3g} are {'within' if inside else 'not both within'} what "
-        f"{who} have ({most_abs:.3g} and {most_k3:.3g})."
+        f"({min(gaps.noise):.2g} to {max(gaps.noise):.2g}), in all samples: more than bf16 makes. Mean |gap| "
+        f"{level.abs_mean:.3g} and k3 {level.k3_kl:.3g} are {'within' if inside else 'not both within'} what {who} "
+        f"have ({loose * most_abs:.3g} and {loose * most_k3:.3g})."
     )
-    everyone, told = np.ones(len(gaps.tokens), dtype=bool), {"logit_noise": typical, "k3": level.k3_kl}
+    about = {"statistics": {"logit_noise": typical, "k3": level.k3_kl}, "confidence": "possible"}
     if inside:
-        return gaps.finding("quantised", everyone, evidence, QUANTISED_FIX, statistics=told, severity="note")
-    fix = _next_step(gaps.batch)
-    fix += "" if quantised else " If a side is quantised, say so: --engine fp8 (or its format)."
-    return gaps.finding("unexplained", everyone, f"{evidence} {EVEN_CAUSES}", fix, statistics=told)
+        about["severity"] = "note"
+        return gaps.batch.finding_at("quantised", "both", evidence, QUANTISED_FIX, gaps.tokens, **about)
+    evidence += f" {EVEN_CAUSES}"
+    return gaps.batch.finding_at("unexplained", "both", evidence, NEXT_FIX, gaps.tokens, **about)
 
 
 def _far(gaps: Gaps, level: Mismatch) -> Finding:
@@ -302,43 +258,26 @@ def _far(gaps: Gaps, level: Mismatch) -> Finding:
     numbers, places, counts = np.unique(tokens.sample, return_inverse=True, return_counts=True)
     of_sample = np.bincount(places, of_token) / counts
     above = (of_sample > FAR_K3) | (np.bincount(places, np.abs(tokens.gap)) / counts > FAR_ABS_MEAN)
-    few, typical = numbers[above], float(np.median(of_sample))
+    few, inside, typical = numbers[above], above[places], float(np.median(of_sample))
     sides = [("k3", level.k3_kl, FAR_K3), ("mean |gap|", level.abs_mean, FAR_ABS_MEAN)]
     said = [f"{what} {value:.3g} is {'above' if value > bar else 'within'} {bar:g}" for what, value, bar in sides]
-    said = sorted(said, key=lambda part: " above " not in part)
-    evidence = f"In nats/token, {said[0]} and {said[1]}, the most that sound pairs of engines have."
-    chosen = np.ones(len(gaps.tokens), dtype=bool)
+    evidence = (
+        f"In nats/token, {said[0]} and {said[1]}, the most that sound pairs of engines have. {len(few)} of "
+        f"{len(numbers)} samples are above and hold {of_token[inside].sum() / of_token.sum():.0%} of k3; the median "
+        f"one has k3 {typical:.2g}."
+    )
     if len(few) > FEW_SAMPLES * len(numbers):
-        evidence += f" The gap is in {len(few)} of {len(numbers)} samples: the median one has k3 {typical:.2g}."
+        chosen = tokens
         if gaps.even:
             evidence += f" It is even noise of {np.median(gaps.noise):.2g} nats in all logits. {EVEN_CAUSES}"
     else:
-        chosen, inside = np.isin(gaps.tokens.sample, few), above[places]
+        chosen = tokens.where(inside)
+        follow = rank_correlation(tokens.rollout[inside], tokens.training[inside])
+        fits = "another sample's values, another text or another prompt" if follow < UNRELATED else "other weights"
         evidence += (
-            f" {len(few)} of {len(numbers)} samples hold {of_token[inside].sum() / of_token.sum():.0%} of k3 (sample "
-            f"{', '.join(map(str, few[:8]))}{' and more' if len(few) > 8 else ''}); the median sample has k3 "
-            f"{typical:.2g}."
+            f" They are sample {', '.join(map(str, few[:8]))}{', …' * (len(few) > 8)}: there the two sides have a rank "
+            f"correlation of {follow:.2f}, which fits {fits}."
         )
-        order = np.argsort(-of_token)
-        count = 1 + int(np.searchsorted(np.cumsum(of_token[order]), NEARLY_ALL * of_token.sum()))
-        sizes, at = np.abs(tokens.gap), int(order[0])
-        alike = np.median(sizes[inside]) <= BETWEEN_SAMPLES * np.median(sizes[~inside])
-        if alike and count <= FEW_TOKENS * inside.sum():
-            evidence += (
-                f" {count} of their {inside.sum()} tokens make {NEARLY_ALL:.0%} of it, the first at position "
-                f"{tokens.position[at]} of sample {tokens.sample[at]} ({tokens.gap[at]:+.3g} nats)."
-            )
-        else:
-            follow = rank_correlation(tokens.rollout[inside], tokens.training[inside])
-            fits = "another sample's values, another text or another prompt" if follow < UNRELATED else "other weights"
-            evidence += f" In them the two sides have a rank correlation of {follow:.2f}, which fits {fits}."
     told = {"abs_mean": level.abs_mean, "k3": level.k3_kl, "median_sample_k3": typical, "samples_above": len(few)}
-    return gaps.finding("unexplained", chosen, evidence, _next_step(gaps.batch), statistics=told)
-
-
-def _next_step(batch: Batch) -> str:
-    """The command that tells more, with what is not given yet."""
-    if batch.between:
-        return BY_HAND
-    given = "--reference-checkpoint START" if batch.logits else "--checkpoint NOW --reference-checkpoint START"
-    return NEXT.format(given=given) + BY_HAND
+    about = {"statistics": told, "confidence": "possible"}
+    return gaps.batch.finding_at("unexplained", "both", evidence, NEXT_FIX, chosen, **about)

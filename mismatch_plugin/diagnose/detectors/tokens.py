@@ -14,7 +14,7 @@ import numpy as np
 
 from mismatch_plugin.data.arrays import Bools, Floats, Ints
 from mismatch_plugin.data.sample import Sample
-from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens, median, medians
+from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens, medians
 from mismatch_plugin.diagnose.detectors.alignment import IDS_FIX, LAGS, PROMPT_FIX, moved
 from mismatch_plugin.diagnose.detectors.distance import CLIP, compare, distances, ordinary, rank_correlation, telling
 from mismatch_plugin.diagnose.findings import Confidence, Finding, place_of
@@ -76,7 +76,6 @@ class _Contrast(NamedTuple):
     deviations: float
     larger: float
     smaller: float
-    where: str
 
 
 def find_wrong_prompt(batch: Batch) -> Outcome:
@@ -87,16 +86,36 @@ def find_wrong_prompt(batch: Batch) -> Outcome:
     """
     relative, level = _relative(batch)
     judged = np.flatnonzero(np.isfinite(relative).all(0))
-    contrasts = (
-        (_decay(judged, relative, level), DECAY, STANDARD_ERRORS),
-        (_decay(_outlying(judged, relative), relative, level), DECAY, STANDARD_ERRORS_OF_SOME),
-        (_by_prompt_length(batch, judged, relative, level), CLEAR_RATIO, STANDARD_ERRORS),
+    decay = (
+        f"decays along responses, from their first tokens (up to {EARLY_TOKENS}) to their second half",
+        "the two sides were given different prompts",
     )
-    for found, ratio, errors in contrasts:
+    length = ("is larger after shorter prompts", "one side may lack a system prompt")
+    contrasts = (
+        (_decay(judged, relative, level), DECAY, STANDARD_ERRORS, decay),
+        (_decay(_outlying(judged, relative), relative, level), DECAY, STANDARD_ERRORS_OF_SOME, decay),
+        (_by_prompt_length(batch, judged, relative, level), CLEAR_RATIO, STANDARD_ERRORS, length),
+    )
+    for found, ratio, errors, (where, cause) in contrasts:
         if found is None or found.ratio < ratio or found.larger < MIN_GAP_NATS:
             continue
-        if found.deviations > errors * (1 + 4 / len(found.samples)):  # much as Student's t wants more of few samples
-            return [_prompt_finding(batch, found)], batch
+        if found.deviations <= errors * (1 + 4 / len(found.samples)):
+            continue  # much as Student's t wants more of few samples
+        samples = [batch.samples[index] for index in found.samples]
+        fix = f"Compare both sides' prompt_ids: BOS, system prompt, thinking tags, tools, cut ends. {PROMPT_FIX}"
+        confidence: Confidence = "likely" if where == decay[0] and found.ratio > CLEAR_RATIO else "possible"
+        if all(sample.trained_prompt_ids is not None for sample in samples):  # differing ones are `prompt_ids`
+            cause = "yet prompt ids are equal: the server may have used a KV cache of older weights"
+            fix = "Flush the prefix cache with every weight update (flush_cache)."
+            confidence = "possible"
+        evidence = (
+            f"The gap {where}: mean |gap| {found.larger:.3g} and {found.smaller:.3g} nats. That is {found.ratio:.2f} "
+            f"times what log-probs explain ({found.deviations:.0f} standard errors over {len(samples)} samples): "
+            f"{cause}."
+        )
+        told = {name: float(value) for name, value in found._asdict().items() if name != "samples"}
+        about = {"statistics": told, "confidence": confidence}
+        return [batch.finding("wrong_prompt", "both", evidence, fix, samples, **about)], batch
     return [], batch
 
 
@@ -134,12 +153,7 @@ def _decay(chosen: Ints, relative: Floats, level: Floats) -> _Contrast | None:
         return None
     change = relative[0, chosen] - relative[1, chosen]
     mean, error = float(change.mean()), float(change.std(ddof=1)) / math.sqrt(len(chosen))
-    early, late = level[:, chosen].mean(1).tolist()
-    where = (
-        f"decays along responses: mean |gap| {early:.3g} nats in their first tokens (up to {EARLY_TOKENS}), {late:.3g} "
-        f"in their second half"
-    )
-    return _Contrast(chosen, math.exp(mean), mean / max(error, 1e-12), early, late, where)
+    return _Contrast(chosen, math.exp(mean), mean / max(error, 1e-12), *level[:, chosen].mean(1).tolist())
 
 
 def _by_prompt_length(batch: Batch, judged: Ints, relative: Floats, level: Floats) -> _Contrast | None:
@@ -155,30 +169,7 @@ def _by_prompt_length(batch: Batch, judged: Ints, relative: Floats, level: Float
     size, gap = relative.mean(0), level.mean(0)
     mean = float(size[short].mean() - size[long].mean())
     error = math.sqrt((size[short].var(ddof=1) + size[long].var(ddof=1)) / count)
-    larger, smaller = float(gap[short].mean()), float(gap[long].mean())
-    where = (
-        f"is larger after shorter prompts: mean |gap| {larger:.3g} nats after up to {lengths[short[-1]]} prompt ids, "
-        f"{smaller:.3g} after {lengths[long[0]]} or more"
-    )
-    return _Contrast(np.sort(judged), math.exp(mean), mean / max(error, 1e-12), larger, smaller, where)
-
-
-def _prompt_finding(batch: Batch, found: _Contrast) -> Finding:
-    samples = [batch.samples[index] for index in found.samples]
-    decays = found.where.startswith("decays")
-    cause = "the two sides were given different prompts" if decays else "one side may lack a system prompt"
-    fix = f"Compare both sides' prompt_ids: BOS, system prompt, thinking tags, tools, cut ends. {PROMPT_FIX}"
-    confidence: Confidence = "likely" if decays and found.ratio > CLEAR_RATIO else "possible"
-    if all(sample.trained_prompt_ids is not None for sample in samples):  # differing ones are `prompt_ids`
-        cause = "yet prompt ids are equal: the server may have used a KV cache of older weights"
-        fix = "Flush the prefix cache with every weight update (flush_cache); compare prompt ids with what was sent."
-        confidence = "possible"
-    evidence = (
-        f"The gap {found.where}. That is {found.ratio:.2f} times what log-probs explain ({found.deviations:.0f} "
-        f"standard errors over {len(samples)} samples): {cause}."
-    )
-    told = {name: float(getattr(found, name)) for name in ("ratio", "deviations", "larger", "smaller")}
-    return batch.finding("wrong_prompt", "both", evidence, fix, samples, statistics=told, confidence=confidence)
+    return _Contrast(np.sort(judged), math.exp(mean), mean / max(error, 1e-12), gap[short].mean(), gap[long].mean())
 
 
 class Stretch(NamedTuple):
@@ -213,7 +204,7 @@ def find_retokenised(batch: Batch) -> Outcome:
             sample = batch.samples[int(tokens.sample[part[0]])]
             item = Stretch(sample, start, stop + 1, float(before.mean()), float(inside.mean()))
             again = found and found[-1].sample is sample  # under a later version
-            if not again and _lag(item, before=True) is None:  # else the whole list is some positions off
+            if not again and not _off_before(item):  # else the whole list is some positions off
                 found.append(item)
     masks = {item.sample.index: item.sample.mask & (np.arange(len(item.sample)) < item.start) for item in found}
     changed = {index: {"loss_mask": mask} for index, mask in masks.items()}
@@ -265,34 +256,27 @@ def _agreed(before: Floats, inside: Floats, odds: float) -> bool:
     return own < other and len(before) * (math.log(other / own) - 1 + own / other) > math.log(odds)
 
 
-def _lag(item: Stretch, *, before: bool) -> int | None:
-    """The lag under which what is before agrees at all better; or what follows far better: one token became two."""
+def _off_before(item: Stretch) -> bool:
+    """Under some lag what is before agrees at all better."""
     own = distances(item.sample)
-    inside = np.arange(len(own.valid)) >= item.start
-    own = own._replace(valid=own.valid & (inside ^ before))
-    found = [(lag, compare(own, moved(item.sample, lag))) for lag in LAGS]
-    if before:
-        return next((lag for lag, fit in found if fit.tokens >= 2 and fit.other < fit.own), None)
-    lag, best = min(found, key=lambda pair: pair[1].other)
-    return lag if best.tokens >= BARS[-1][0] and best.clearly_better(0.5, 3.0, 0.1) else None
+    own[item.start :] = np.nan
+    found = [compare(own, moved(item.sample, lag)) for lag in LAGS]
+    return any(fit.tokens >= 2 and fit.other < fit.own for fit in found)
 
 
 def _ids_finding(batch: Batch, found: list[Stretch]) -> Finding:
     first = found[0]
-    lags = [lag for item in found if (lag := _lag(item, before=False)) is not None]
     ending = sum(len(item.sample) - item.stop < 4 for item in found)  # nothing that agrees follows
-    until = "to their end" if ending == len(found) else f"to their end in {ending}, for a stretch in the others"
-    why = f"; in {len(lags)} of them the rest fits {lags[0]:+d} on, as where one token became two" if lags else ""
     before, inside = (float(np.mean([getattr(item, name) for item in found])) for name in ("before", "inside"))
     evidence = (
         f"{len(found)} of {len(batch)} samples agree up to some position (mean |gap| {before:.3g}) and are far apart "
-        f"from there on ({inside:.3g}), {until}; in sample {first.sample.index} from position {first.start} of "
-        f"{len(first.sample)}{why}: the training side scores other ids there."
+        f"from there on ({inside:.3g}), to their end in {ending}, for a stretch in the others; in sample "
+        f"{first.sample.index} from position {first.start} of {len(first.sample)}: the training side scores other ids."
     )
     about = {
         "tokens": sum(int(item.sample.mask[item.start :].sum()) for item in found),
         "first": place_of(first.sample, first.start),
-        "statistics": {"mean_before": before, "mean_inside": inside, "to_the_end": ending, "moved": len(lags)},
+        "statistics": {"mean_before": before, "mean_inside": inside, "to_the_end": ending},
     }
     return batch.finding("retokenised", "both", evidence, IDS_FIX, [item.sample for item in found], **about)
 
@@ -331,8 +315,8 @@ def find_token_offset(batch: Batch) -> Outcome:
     ids = np.concatenate([sample.response_ids[sample.usable] for sample in batch if sample.usable.any()])
     first = ~tokens.occurred & telling(tokens)
     new = tokens.where(first)
-    rest = new.gap - ordinary(new, new.gap, median)
-    typical = ordinary(new, np.abs(rest), median)
+    rest = new.gap - ordinary(new, new.gap, np.median)
+    typical = ordinary(new, np.abs(rest), np.median)
     _, sample = np.unique(new.sample, return_inverse=True)
     of_sample = np.maximum(medians(np.abs(rest) / np.maximum(typical, 1e-9), sample), 1.0)[sample]
     far = np.abs(rest) > np.maximum(MIN_OFFSET_NATS, OFFSET_TIMES_TYPICAL * typical * of_sample)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from itertools import pairwise
 
 import numpy as np
 
 from mismatch_plugin.data.arrays import Bools, Floats
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.versions import INITIAL_VERSION, version_number
-from mismatch_plugin.diagnose.batch import Batch, Outcome, median
-from mismatch_plugin.diagnose.detectors.distance import logit_gap, rank_correlation
+from mismatch_plugin.diagnose.batch import Batch, Outcome
+from mismatch_plugin.diagnose.detectors.distance import logit_gap, mann_whitney, rank_correlation
 from mismatch_plugin.diagnose.detectors.layers import OLD_FIX, find_start, versions_of
-from mismatch_plugin.diagnose.detectors.served import CACHE_FIX, few, weights_agree
+from mismatch_plugin.diagnose.detectors.served import BEHIND_FIX, CACHE_FIX, few, weights_agree
 from mismatch_plugin.diagnose.detectors.size import UNRELATED
 from mismatch_plugin.diagnose.findings import Finding, Item, Undecided, called, place_of
 from mismatch_plugin.diagnose.normal import LOGIT_GAPS
@@ -36,10 +35,6 @@ MIN_VERSIONS, GROWTH, CLEAR_GROWTH, GROWTH_Z_SCORE = 3, 1.25, 3.0, 5.0
 """Without a reference: versions needed, ratio of the last ones' gap to the first one's, and standard errors of the rank
 correlation of a sample's gap with its version. The mildest of five real updates gave 1.6 and 7."""
 
-BEHIND_FIX = (
-    "Send the present weights to {which} again and read what each update returned. Compare POST /weights_checker "
-    '{{"action": "checksum"}} over all servers and workers, each asked directly; all should compute in one precision.'
-)
 RECORD_FIX = (
     "Record which server and worker sampled each response (`server`, `dp_rank`): then the one that is behind is named. "
     'Until then compare POST /weights_checker {"action": "checksum"} over all of them.'
@@ -95,21 +90,21 @@ def _furthest(batch: Batch, groups: dict[Hashable, Scored]) -> Finding | None:
             odd.append(name)
     if not odd:
         return None
-    near_by = nearer(min(middle[name] for name in odd))
-    near, far = float(np.median(gaps(near_by))), float(np.median(gaps(odd)))
+    others = nearer(min(middle[name] for name in odd))
+    near, far = float(np.median(gaps(others))), float(np.median(gaps(odd)))
     clear = far >= CLEAR_RATIO * near and far >= PRECISION
     samples = sorted((sample for name in odd for sample, _ in groups[name]), key=lambda sample: sample.index)
-    names, others = ", ".join(map(called, odd)), ", ".join(map(called, near_by[:4]))
+    names = ", ".join(map(called, odd))
     area, p = min(tests[name][0] for name in odd), max(tests[name][1] for name in odd)
     evidence = (
         f"Responses of {names} ({len(samples)} samples) lie {far / near:.2g} times as far from the training side as "
-        f"those of {others}{' and others' if len(near_by) > 4 else ''} (median logit gap {far:.3g} against {near:.3g}; "
-        f"in {area:.0%} of pairs, p = {p:.1g}), under the same versions and temperature: other weights there"
+        f"those of {', '.join(map(called, others[:4]))} (median logit gap {far:.3g} against {near:.3g}; in {area:.0%} "
+        f"of pairs, p = {p:.1g}), under the same versions and temperature: other weights there"
         f"{'' if clear else ', or another precision or kernel'}."
     )
     about = {
         "of_samples": sum(map(len, groups.values())),
-        "statistics": {"ratio": far / near, "far": far, "near": near, "area": area, "p": p, "groups": len(groups)},
+        "statistics": {"ratio": far / near, "far": far, "near": near, "area": area, "p": p},
         "confidence": "likely" if clear else "possible",
     }
     return batch.finding("stale_server", "rollout", evidence, BEHIND_FIX.format(which=names), samples, **about)
@@ -119,23 +114,23 @@ def find_cached_further(batch: Batch) -> Outcome:
     """Without the plugin's word: samples with more than half of the prompt out of the cache (a template is in all of
     them), lie clearly further off than the others of one version and temperature."""
     told = [(sample, gap) for sample, gap in score(batch) if sample.cached_tokens is not None]
-    cached = [2 * (sample.cached_tokens or 0) > len(sample.prompt_ids) for sample, _ in told]
-    samples = [sample for (sample, _), most in zip(told, cached, strict=True) if most]
-    if min(len(samples), len(told) - len(samples)) < MIN_SAMPLES:
+    cached = np.array([2 * (sample.cached_tokens or 0) > len(sample.prompt_ids) for sample, _ in told], dtype=bool)
+    if min(cached.sum(), (~cached).sum()) < MIN_SAMPLES:
         return [], batch
     gaps = np.array([gap for _, gap in told])
-    far, near = gaps[cached], gaps[np.logical_not(cached)]
-    (area, p), ratio = mann_whitney(far, near), float(np.median(far) / np.median(near))
-    if p > LARGEST_P or area < PAIRS_FURTHER or ratio < CLEAR_RATIO or np.median(far) < PRECISION:
+    far, near = float(np.median(gaps[cached])), float(np.median(gaps[~cached]))
+    area, p = mann_whitney(gaps[cached], gaps[~cached])
+    if p > LARGEST_P or area < PAIRS_FURTHER or far < CLEAR_RATIO * near or far < PRECISION:
         return [], batch
     evidence = (
-        f"{len(samples)} samples with most of the prompt cached lie {ratio:.2g} times as far from the training side "
-        f"as {len(near)} others, under the same versions and temperature (in {area:.0%} of pairs, "
-        f"p = {p:.1g}): as if older weights had filled the cache."
+        f"{cached.sum()} samples with most of the prompt cached lie {far / near:.2g} times as far from the training "
+        f"side as {(~cached).sum()} others, under the same versions and temperature (in {area:.0%} of pairs, p = "
+        f"{p:.1g}): as if older weights had filled the cache."
     )
-    about = {"of_samples": len(told), "statistics": {"ratio": ratio, "area": area, "p": p}, "confidence": "possible"}
+    about = {"of_samples": len(told), "statistics": {"ratio": far / near, "area": area, "p": p}}
     fix = f"{CACHE_FIX} The SGLang plugin of this package tells which weights made each cached token."
-    return [batch.finding("stale_cache", "rollout", evidence, fix, samples, **about)], batch
+    samples = [sample for (sample, _), most in zip(told, cached, strict=True) if most]
+    return [batch.finding("stale_cache", "rollout", evidence, fix, samples, confidence="possible", **about)], batch
 
 
 def find_split(batch: Batch) -> Outcome:
@@ -160,7 +155,7 @@ def find_split(batch: Batch) -> Outcome:
     evidence = (
         f"The samples are of two kinds: {len(samples)} of {len(scored)} lie {far / near:.1f} times as far from the "
         f"training side as the rest (median logit gap {far:.3g} against {near:.3g}), {apart:.1f} standard deviations "
-        f"apart, from their first tokens on: as if one of several servers or workers had other weights."
+        f"apart: as if one of several servers or workers had other weights."
     )
     told = {"ratio": far / near, "separation": apart, "far": far, "near": near}
     about = {"of_samples": len(scored), "statistics": told, "confidence": "possible"}
@@ -188,20 +183,9 @@ def sample_gap(sample: Sample) -> float | None:
     gap = logit_gap(sample, sample.rollout_log_probs, sample.train_log_probs) if sample.comparable else np.zeros(0)
     gap = np.abs(gap[np.isfinite(gap)])
     halves: list[Floats] = np.array_split(gap, 2) if len(gap) >= HALVED else [gap]
-    return max(min(map(median, halves)), FLOOR) if len(gap) >= MIN_TOKENS else None
-
-
-def mann_whitney(a: Floats, b: Floats) -> tuple[float, float]:
-    """Are the values of `a` larger than those of `b`? The share of pairs in which they are, ties counting half, and the
-    one-sided p by the normal approximation (H. B. Mann, D. R. Whitney, 1947)."""
-    ordered = np.sort(b)
-    below, upto = (np.searchsorted(ordered, a, side=side) for side in ("left", "right"))
-    area = float((below + upto).sum()) / 2 / (len(a) * len(b))
-    _, ties = np.unique(np.concatenate([a, b]), return_counts=True)
-    n = len(a) + len(b)
-    variance = (n + 1 - float((ties**3 - ties).sum()) / (n * (n - 1))) / (12 * len(a) * len(b))
-    deviations = (area - 0.5) / math.sqrt(variance) if variance > 0 else 0.0
-    return area, math.erfc(deviations / math.sqrt(2)) / 2
+    if len(gap) < MIN_TOKENS:
+        return None
+    return max(min(float(np.median(half)) for half in halves), FLOOR)
 
 
 def find_not_updated(batch: Batch) -> Outcome:
@@ -239,15 +223,13 @@ def _growing(batch: Batch) -> list[Finding]:
     if not deviations > GROWTH_Z_SCORE or growth < GROWTH:
         return []
     clear = growth >= CLEAR_GROWTH and middle[0] < PRECISION and early >= GROWTH * middle[0]
-    some = np.unique(np.linspace(0, len(versions) - 1, min(6, len(versions))).round().astype(int))
     evidence = (
         f"The labels move from version {versions[0]} to {versions[-1]}, and the gap to the trainer grows with the "
-        f"distance from the first ({deviations:.0f} standard errors; median logit gap by version "
-        f"{', '.join(f'{versions[at]}: {middle[at]:.3g}' for at in some)}): the servers take the new name, not the new "
-        f"weights{'' if clear else ', or the two engines move apart for another reason'}."
+        f"distance from the first ({deviations:.0f} standard errors; median logit gap {middle[0]:.3g} of the first, "
+        f"{last:.3g} of the last): the servers take the new name, not the new weights"
+        f"{'' if clear else ', or the two engines move apart for another reason'}."
     )
-    told = {"growth": growth, "rank_correlation": ranks, "standard_errors": deviations}
-    told |= {"first": middle[0], "last": last}
+    told = {"growth": growth, "standard_errors": deviations, "first": middle[0], "last": last}
     about = {"of_samples": len(rows), "statistics": told, "confidence": "likely" if clear else "possible"}
     fix = OLD_FIX + ("" if clear else " --reference-checkpoint decides it.")
     samples = [sample for version, _, sample in rows if version != versions[0]]
@@ -276,29 +258,25 @@ def _by_version(sample: Sample) -> dict[str, Bools]:
 
 
 def _initial(batch: Batch, labelled: Labelled) -> list[Item]:
-    """Tokens of the weights that a server started with, while the trainer is further than is allowed."""
+    """Tokens of the weights that a server started with, while the trainer is further than is allowed. Updates that
+    named no version leave the label, too."""
     old: list[Sample] = []
-    unnamed: list[Sample] = []
     for sample, versions in labelled:
-        ahead = version_number(sample.trainer_version)
-        if ahead is not None and ahead > batch.max_staleness and INITIAL_VERSION in versions:
-            updated = sample.served is not None and sample.served.update is not None and sample.served.update.changed
-            (unnamed if updated else old).append(sample)
-    items: list[Item] = []
-    if unnamed:
-        reason = f"{len(unnamed)} samples are of updates that named no version: send weight_version with each"
-        items.append(Undecided(faults=("staleness",), reason=reason))
-    if old:
-        names = few(sample.worker for sample in old if sample.worker != (None, None))
-        evidence = (
-            f"{len(old)} of {len(batch)} samples{f', of {names},' if names else ''} have the weight version "
-            f"{INITIAL_VERSION!r}, while the trainer is at {old[0].trainer_version!r}. {INITIAL_VERSION!r} is SGLang's "
-            f"name for the weights that it started with: the server was never updated, or restarted."
-        )
-        place = place_of(old[0], 0, rollout=INITIAL_VERSION, training=old[0].trainer_version)
-        fix = INITIAL_FIX.format(which=names or "the servers")
-        items.append(batch.finding("weights_not_updated", "rollout", evidence, fix, old, first=place))
-    return items
+        ahead, update = version_number(sample.trainer_version), sample.served and sample.served.update
+        updated = update is not None and update.changed
+        if ahead is not None and ahead > batch.max_staleness and INITIAL_VERSION in versions and not updated:
+            old.append(sample)
+    if not old:
+        return []
+    names = few(sample.worker for sample in old if sample.worker != (None, None))
+    evidence = (
+        f"{len(old)} of {len(batch)} samples{f', of {names},' if names else ''} have the weight version "
+        f"{INITIAL_VERSION!r}, while the trainer is at {old[0].trainer_version!r}. {INITIAL_VERSION!r} is SGLang's "
+        f"name for the weights that it started with: the server was never updated, or restarted."
+    )
+    place = place_of(old[0], 0, rollout=INITIAL_VERSION, training=old[0].trainer_version)
+    fix = INITIAL_FIX.format(which=names or "the servers")
+    return [batch.finding("weights_not_updated", "rollout", evidence, fix, old, first=place)]
 
 
 def _mixed(batch: Batch, labelled: Labelled) -> list[Item]:
@@ -311,31 +289,23 @@ def _mixed(batch: Batch, labelled: Labelled) -> list[Item]:
     if not mixed:
         return []
     counts: Counter[str] = Counter()
-    gaps: dict[str, list[Floats]] = defaultdict(list)
-    for sample, versions in mixed:
-        for version, where in versions.items():
-            counts[version] += int(where.sum())
-            if (at := where & sample.usable).any():
-                gaps[version].append(np.abs(sample.train_log_probs[at] - sample.rollout_log_probs[at]))
+    for _, versions in mixed:
+        counts.update({version: int(where.sum()) for version, where in versions.items()})
     most = counts.most_common(5)
-    samples = [sample for sample, versions in mixed if len(versions) > 1]
-    told = {"versions": len(counts), "responses_mixed": len(samples)}
-    if samples:
-        spans = samples[0].weight_versions
-        position = next(after.start for before, after in pairwise(spans) if before.version != after.version)
-        place, fix = place_of(samples[0], position), INSIDE_FIX
-        where = f"{len(samples)} of {len(batch)} responses change version inside, the first at position {position}"
+    inside = [(sample, versions) for sample, versions in mixed if len(versions) > 1]
+    if inside:
+        samples, fix, where = [sample for sample, _ in inside], INSIDE_FIX, "change version inside"
+        first, versions = inside[0]
+        position = sorted(int(np.argmax(tokens)) for tokens in versions.values())[1]
     else:
-        samples, fix = [sample for sample, _ in mixed], BETWEEN_FIX
-        place = place_of(next(sample for sample, versions in mixed if {*versions} - {most[0][0]}), 0)
-        where = "no response changes version inside, but samples differ"
-    shown = ", ".join(f"{version!r} {count}" for version, count in most)
-    sizes = ", ".join(f"{name!r} {np.concatenate(gaps[name]).mean():.3g}" for name, _ in most if name in gaps)
+        samples, fix, where = [sample for sample, _ in mixed], BETWEEN_FIX, "differ, none changes version inside"
+        first, position = next(sample for sample, versions in mixed if {*versions} - {most[0][0]}), 0
     evidence = (
-        f"Tokens come from {len(counts)} weight versions ({shown} tokens{f'; mean |gap| {sizes} nats' if sizes else ''}"
-        f"): {where}."
+        f"Tokens come from {len(counts)} weight versions ({', '.join(f'{name!r} {count}' for name, count in most)} "
+        f"tokens): {len(samples)} of {len(batch)} responses {where}."
     )
-    about = {"tokens": counts.total() - most[0][1], "first": place, "statistics": told}
+    told = {"versions": len(counts), "responses_mixed": len(inside)}
+    about = {"tokens": counts.total() - most[0][1], "first": place_of(first, position), "statistics": told}
     return [batch.finding("mixed_versions", "rollout", evidence, fix, samples, **about)]
 
 

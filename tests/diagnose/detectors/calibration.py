@@ -15,7 +15,6 @@ import numpy as np
 
 from mismatch_plugin.diagnose.batch import Batch, Outcome, make_batch
 from mismatch_plugin.diagnose.detectors import distribution, tokens, weights
-from mismatch_plugin.diagnose.detectors.layers import Mix
 from mismatch_plugin.diagnose.findings import Finding
 from mismatch_plugin.report.table import Table
 from tests.diagnose.detectors.test_planted import HELD_OUT, SIZES, Run, clean_of_families, of_model
@@ -35,7 +34,9 @@ def planted_batch(run: Run) -> Batch:
             first = score(start, samples)
             samples = [s.with_fields(ref_log_probs=f.train_log_probs) for s, f in zip(samples, first, strict=True)]
         batch = make_batch(samples, eos_ids=[EOS])
-        return replace(batch, between=Mix(checkpoint(now), checkpoint(start)), from_checkpoint=True) if now else batch
+        if now:
+            batch = replace(batch, now=checkpoint(now), start=checkpoint(start), from_checkpoint=True)
+        return batch
 
 
 class Statistic(NamedTuple):

@@ -126,13 +126,12 @@ def _untold(records: Sequence[Sample], **fields: Any) -> list[Sample]:
     return [one.with_fields(sampling=one.sampling.model_copy(update=off), **fields) for one in records]
 
 
-def test_filters_that_no_record_tells_show_in_where_tokens_fall_or_in_renormalised_log_probs() -> None:
-    for name, cut in (("float32_top_p_0.8", "top_p=0.8"), ("float32_top_k_5", "top_k=5")):
+def test_filters_that_no_record_tells_show_in_entropies_or_in_renormalised_log_probs() -> None:
+    for name in ("float32_top_p_0.8", "float32_top_k_5"):
         secret = _untold(training("float32", name))
         assert faults(findings(one.with_fields(entropy=None) for one in secret)) == []  # log-probs alone show nothing
         assert faults(findings(secret)) == ["truncation"]  # by the trainer's entropies
-        (finding,) = findings(secret, "--checkpoint", saved("float32"))
-        assert finding["fault"] == "truncation" and cut in finding["evidence"] and "0 of" in finding["evidence"]
+        assert faults(findings(secret, "--checkpoint", saved("float32"))) == ["truncation"]  # by the checkpoint's
         for trainer in ("float32", "drift-0.003-1"):
             records = training(trainer, name)
             own = [

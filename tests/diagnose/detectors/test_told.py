@@ -98,7 +98,7 @@ CASES: list[tuple[list[Sample], list[str], list[str]]] = [
     ([FIVE, SIX], [MOVED, MIXED], ["under '6' as under '5'"]),
     ([FIVE, record("6", "f6", None, last=update(5))], [MIXED], []),
     ([FIVE, record("6", "f5", None, server="b:1", last=UP)], [MIXED], []),  # another server
-    ([record(None, last=update(2, 0, 0))], [MOVED], ["Update 2 of a:1 changed none of 20 tensors"]),
+    ([record(None, last=update(2, 0, 0))], [MOVED], ["The last update of a:1 changed no tensor"]),
     ([record(None, last=update(2))], [], []),
     ([record("6", "f6", "6", last=update(5))], [], []),
     ([record("5", "f5", "5", last=UP), record("5", "f6", "5", last=update(5))], ["label_reused"], ["a:1", "f5, f6"]),
@@ -120,7 +120,7 @@ CASES: list[tuple[list[Sample], list[str], list[str]]] = [
     # Only tokens that train are looked at.
     ([record([("5", 0, 4), ("6", 4, N)], [("f5", "5", 0, N)], last=UP, mask=[1, 1, 1, 1, 0, 0, 0, 0])], [], []),
     # Updates that brought nothing: a later one is a fault unless it was sent again, the first sync of a run a note.
-    ([record("5", "f5", "5", last=NOTHING)], [], ["changed none of 20 tensors, under the version that they had, '5'."]),
+    ([record("5", "f5", "5", last=NOTHING)], [], []),
     *(([record(label, "f5", since, last=NOTHING)], [MOVED], [])
       for label, since in (("6", "5"), ("default", "default"), (None, "5"), ("5", None))),
     ([record("1", "f0", "default"), record("default", "f0", "default")], [MIXED], ["that it had loaded"]),
@@ -168,7 +168,7 @@ CASES: list[tuple[list[Sample], list[str], list[str]]] = [
      ["stale_server"], ["Behind: b:1."]),
     # Old keys and values, unless they are of the response's own beginning.
     ([*(record(last=UP, kv=[], seed=seed) for seed in range(8)), record(last=UP, kv=OLD, server="b:1")],
-     ["stale_cache"], ["48 tokens of f4, under responses of f5", "b:1"]),
+     ["stale_cache"], ["48 tokens of f4", "b:1"]),
     ([record(last=UP, kv=[ServedKV(fingerprint=None, tokens=3, cached=3)])], ["stale_cache"],
      ["3 tokens of a half done update"]),
     ([record([("4", 0, 3), ("5", 3, N)], BOTH, last=UP, kv=[ServedKV(fingerprint="f4", tokens=48)])], [MIXED], []),
@@ -179,10 +179,10 @@ CASES: list[tuple[list[Sample], list[str], list[str]]] = [
     ([record(shifts=["repetition_penalty=1.1"])], ["penalty"], ["repetition_penalty=1.1"]),
     ([record(shifts=["repetition_penalty=1.1"], sampling={"repetition_penalty": 1.1})], [], []),
     # The temperature that was applied.
-    ([record(sampling=COLD | {"top_k": 1})], ["temperature"], ["asked for 0.7, log-probs are at 1 (top_k 1"]),
-    ([record(sampling=COLD | {"top_k": 1}, temperature=None)], ["temperature"], ["at more than one temper"]),
+    ([record(sampling=COLD | {"top_k": 1})], ["temperature"], ["asked for 0.7, log-probs are at 1 on a:1"]),
+    ([record(sampling=COLD | {"top_k": 1}, temperature=None)], ["temperature"], ["at more than one on"]),
     ([record(sampling=COLD, temperature=0.9)], ["temperature"], ["asked for 0.7, log-probs are at 0.9"]),
-    ([record(sampling=COLD, temperature=0.7, log_probs_of="raw")], ["temperature"], ["at 1 ("]),
+    ([record(sampling=COLD, temperature=0.7, log_probs_of="raw")], ["temperature"], ["at 1 on"]),
     ([record(sampling=COLD, temperature=0.7 * (1 + 1e-8))], [], []),
     ([record(sampling={"temperature": 0.0}, filters=["top_k=1"])], [], []),
     ([record(sampling={"temperature": 1.0}, log_probs_of="raw")], [], []),
@@ -222,7 +222,7 @@ def test_a_finding_names_its_place_and_its_fix(tmp_path: Path) -> None:
     assert finding["first"]["sample"] == 1 and "to b:1 again" in finding["fix"]
     unchanged = update(3, 9, 4).model_copy(update={"unchanged": ("q.weight", "k.weight", "v.weight")})
     (finding,) = findings([record(last=unchanged)])
-    assert "; not q.weight, k.weight, v.weight and 3 more)" in finding["evidence"]
+    assert ", not q.weight, k.weight, v.weight, …" in finding["evidence"]
     assert "--accept weights_partly_updated" in finding["fix"] and finding["confidence"] == "likely"
     (finding,) = findings([record(filters=["top_p=0.9"])])
     assert finding["fix"].startswith("Send every sampling parameter") and "generation_config" in finding["fix"]
@@ -230,9 +230,6 @@ def test_a_finding_names_its_place_and_its_fix(tmp_path: Path) -> None:
     untold = Sample(**{name: getattr(plain, name) for name in plain.model_fields_set - {"sampling"}})
     (finding,) = findings([untold])  # a record without `sampling` says nothing of a temperature or a filter
     assert finding["fault"] == "truncation" and finding["fix"].startswith("Record what was asked for (`sampling`")
-    assert "a:1 took no fingerprints" in inspect([record(weights=None)], "--brief")["undecided"][0]["reason"]
-    unnamed = trained(record("default", "f9", "default", last=update(20)), trainer_version="21")
-    assert "send weight_version" in inspect([unnamed], "--brief")["undecided"][-1]["reason"]
     notes = inspect(CLEAN, "--brief")["notes"]
     assert "the SGLang plugin told of 2 of 2 samples: a:1, b:1; weights f5." in notes
     sent = inspect([trained(CLEAN[0], trainer_fingerprint="f5", trainer_version="5")], "--brief")["notes"]
@@ -308,17 +305,10 @@ def routed(seed: int, trained: Ints | None, rollout: Ints | None = None) -> Samp
     )
 
 
-def filled(own: Ints) -> Ints:
-    own = own.copy()
-    own[ROWS // 2 :] = 0
-    return own
-
-
 OFF: dict[str, tuple[Callable[[Ints], Ints], str]] = {
-    "one earlier": (lambda own: np.roll(own, -1, axis=0), "one position earlier 100.0% agree: they are shifted by one"),
-    "one later": (lambda own: np.roll(own, 1, axis=0), "one position later 100.0% agree: they are shifted by one"),
-    "filled in": (filled, "of the rows name an expert twice: they are filled in"),
-    "of another layer": (lambda own: np.concatenate([own[:, :2], own[:, 1:2]], axis=1), "(layer 2: "),
+    "one earlier": (lambda own: np.roll(own, -1, axis=0), "one position earlier 100.0% agree"),
+    "one later": (lambda own: np.roll(own, 1, axis=0), "one position later 100.0% agree"),
+    "of another layer": (lambda own: np.concatenate([own[:, :2], own[:, 1:2]], axis=1), "99.9% or more was expected"),
     "of another run": (lambda own: routes(77), "99.9% or more was expected"),
 }
 

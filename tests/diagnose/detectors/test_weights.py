@@ -58,23 +58,6 @@ def test_the_start_fits_better(
     if item:
         assert item["statistics"]["share"] == pytest.approx(1, abs=0.15) and "weights_checker" in item["fix"]
         assert ("--checkpoint" in item["fix"]) == (confidence == "possible")
-        assert ("although their labels" in item["evidence"]) == (labels[0] is not None)
-
-
-def test_between_both_without_checkpoints_is_possible() -> None:
-    pairs = [*zip(training("drift-0.05-7", CLEAN), training("float32", CLEAN), strict=True)]
-    middle = [
-        one.with_fields(
-            ref_log_probs=start.train_log_probs,
-            rollout_log_probs=(one.train_log_probs + start.train_log_probs) / 2,
-            weight_versions=(),
-        )
-        for one, start in pairs
-    ]
-    item = named(findings(middle), PARTLY)
-    assert item and item["confidence"] == "possible" and "--reference-checkpoint" in item["fix"]
-    assert item["statistics"]["share"] == pytest.approx(0.5, abs=0.1)
-    assert named(findings(labelled(middle, "1", "2")), PARTLY) is None  # one step of two behind, as the labels say
 
 
 @pytest.mark.parametrize(
@@ -374,9 +357,8 @@ LARGE = ("K and V", "RoPE", "LoRA", "--checkpoint NOW --reference-checkpoint STA
         (gaps(rare), (), ("moe_routing", "note", "likely"), ("routing replay",)),
         (gaps(often, deep=3.0), (), ("moe_routing", "fault", "likely"), ()),
         # Few tokens by a pattern are no routers.
-        (tokens((SAMPLE < 4) & (PLACE % 5 == 0), -5.0), (), UNEXPLAINED, ("most of them in few samples",)),
-        (tokens((PLACE > 70) & ((PLACE + SAMPLE) % 8 == 0), -5.0), (), UNEXPLAINED,
-         ("late in responses",)),
+        (tokens((SAMPLE < 4) & (PLACE % 5 == 0), -4.0), (), None, ()),
+        (tokens((PLACE > 70) & ((PLACE + SAMPLE) % 8 == 0), -5.0), (), None, ()),
         # Even noise: of bf16, of quantised pairs, of those alone that are known to be quantised, of none.
         (of_logits(0.03), (), None, ()),
         (of_logits(0.09), (), ("quantised", "note", "possible"), ()),
@@ -385,7 +367,7 @@ LARGE = ("K and V", "RoPE", "LoRA", "--checkpoint NOW --reference-checkpoint STA
         (of_logits(0.25), ("--engine", "fp8"), ("quantised", "note", "possible"), ()),
         (of_logits(0.25), (), UNEXPLAINED, LARGE),
         (of_logits(0.8), (), UNEXPLAINED,
-         ("k3 0.127 is above 0.1 and mean |gap| 0.396 is above 0.35", "samples: the median one has k3")),
+         ("k3 0.127 is above 0.1 and mean |gap| 0.396 is above 0.35", "the median one has k3")),
         # Noise that likely tokens do not have, or that labels explain.
         (gaps(lambda draw, rollout: draw.normal(0, 0.08, SHAPE) * -rollout), (), None, ()),
         (of_logits(0.25, **OF_VERSION_4, trainer_version="5"), (), None, ()),
@@ -403,5 +385,4 @@ def test_what_a_size_is_called(
     assert [(one["fault"], one["severity"], one["confidence"]) for one in items] == ([expected] if expected else [])
     for part in said:
         assert part in items[0]["evidence"] + items[0]["fix"], items[0]
-    equal = found["mismatch"]["abs_max"] == 0.0
-    assert any("kernels" in note and "copied" in note for note in found["notes"]) == equal
+    assert ("kernels" in found["next_step"]) == (found["mismatch"]["abs_max"] == 0.0)
