@@ -25,7 +25,6 @@ HOW = {
     "not unpacked": "make test",
     r"Python 3\.10": "with Python 3.11 or later",
     "a GPU": "on a machine with (here: without) a GPU",
-    "Chromium": "install Chromium",
     r"megatron-core|matplotlib|jinja2|tensorboard|TensorBoard|\[io\]|\[lab\]|pyarrow|lab": "pip install '.[io,lab]'",
     r"Linux|Triton": "on Linux, with the Triton that torch asks for",
 }

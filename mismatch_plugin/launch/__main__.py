@@ -86,10 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if ended.code not in (None, 0):
             raise
     if plan.config is not None and not guard.read:
-        stop(
-            f"{target.script} has ended and never read {host.name}'s command line in this process, so that the "
-            f"plugin's flags did nothing: put the launcher before the script that trains."
-        )
+        stop(guard.never_read())
 
 
 def _install(target: Target, host: Host, given: Given, plan: Plan) -> Guard:
