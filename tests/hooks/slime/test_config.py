@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import subprocess
-import sys
 import warnings
 from inspect import signature
 from operator import attrgetter

@@ -198,9 +198,9 @@ def step_of(
         loss, _, log = host.loss_function(
             args, batch, 2, given, apply_megatron_loss_scaling=True, num_rollouts=len(ids)
         )
-    (gradient,) = torch.autograd.grad(loss, leaf)
-    assert not gradient[len(logits) :].any(), "padding has a gradient"
-    return float(loss.detach()), gradient, dict(zip(log["keys"], log["values"][1:].tolist(), strict=True))
+    loss.backward()  # not autograd.grad: a rank without a response's tokens would leave the others in its all-reduce
+    assert leaf.grad is not None and not leaf.grad[len(logits) :].any(), "padding has a gradient"
+    return float(loss.detach()), leaf.grad, dict(zip(log["keys"], log["values"][1:].tolist(), strict=True))
 
 
 def nuclei(tokens: Tensor) -> list[list[int]]:

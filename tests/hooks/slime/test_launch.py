@@ -5,7 +5,6 @@ The trees parse as the hosts do; with the hosts' source named by MISMATCH_HOST_S
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from argparse import Namespace
 from base64 import b64encode
@@ -219,7 +218,10 @@ def test_the_plugin_missing_in_ray_s_processes_is_said(
                     patch.setitem(sys.modules, "mismatch_plugin", other)
                 return probe()
 
-        return SimpleNamespace(options=lambda scheduling_strategy: SimpleNamespace(remote=partial(ran, scheduling_strategy)))
+        def options(scheduling_strategy: int) -> Any:
+            return SimpleNamespace(remote=partial(ran, scheduling_strategy))
+
+        return SimpleNamespace(options=options)
 
     ray = SimpleNamespace(nodes=lambda: nodes, is_initialized=lambda: True, get=lambda answer: answer)
     ray.remote = lambda num_cpus: task
