@@ -129,15 +129,6 @@ def test_the_namespace_is_what_the_host_would_have_and_algorithm_3_is_ours(host:
         plan_of(tmp_path / "again", f"{line} --tis-level geometric".replace(" --tis-level sequence", ""), host)
 
 
-def test_a_patched_tree_refuses_and_explains(tmp_path: Path) -> None:
-    script = ray_tree(tmp_path / "tree", "slime", patched=True)
-    wrong = run(script, "--use-tis --tis-levle sequence")
-    assert (wrong.status, wrong.given) == (2, None)
-    assert "mismatch_plugin: --tis-levle is unknown" in wrong.errors
-    explained = run(script, "--use-tis --mismatch-explain-only")
-    assert (explained.status, explained.given) == (0, None)
-
-
 # YAML -----------------------------------------------------------------------------------------------------------------
 
 
@@ -182,6 +173,7 @@ ON_THE_LINE = [
     ("--use-rollout-log-probs --rs-criterion token:k2:1 --loss-type policy_loss", "contradicts algorithm 1 .* compare"),
     ("--use-tis --loss-type custom_loss --custom-loss-function-path mine.loss", "mine.loss is another loss, in"),
     ("--use-tis --custom-tis-function-path mine.tis", "mine.tis is another correction, and"),
+    (f"{BOTH} --custom-tis-function-path mine.tis", "mine.tis is another correction, which .* does not call"),
     ("--use-tis --mismatch-objective gspo --loss-type policy_loss", "contradicts --mismatch-objective gspo: .* comput"),
     ("--use-tis --loss-type sft_loss", "--loss-type sft_loss is another loss, in which nothing would be corrected"),
     (
