@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from inspect import signature
 from operator import attrgetter
 from typing import Any
@@ -158,14 +157,6 @@ def test_arguments_are_read_once_and_others_anew() -> None:
 # The start-up block ---------------------------------------------------------------------------------------------------
 
 
-def described(host: str = "slime", **changes: Any) -> str:
-    """The block, after the whole argument list was found consistent."""
-    adapter, args = HOSTS[host], arguments(host, **changes)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", mp.MismatchWarning)
-        return "\n".join(adapter.describe(adapter.settings(args), args))
-
-
 SEQUENCE = {"level": "sequence", "batch_normalize": True}
 BLOCK: list[tuple[Changes, str]] = [
     (WHOLE | ours(3, SEQUENCE), "through: mismatch_plugin.hooks.slime.policy_loss\n"),
@@ -185,7 +176,8 @@ BLOCK: list[tuple[Changes, str]] = [
 
 @pytest.mark.parametrize(("changes", "line"), BLOCK)
 def test_the_block_says_what_runs_and_who_divides(changes: Changes, line: str) -> None:
-    text = described(**changes)
+    args = arguments(**changes)
+    text = "\n".join(slime.describe(slime.settings(args), args))
     assert line in text
     assert ("\n! no step metrics" in text) != (STEP.items() <= changes.items())
     assert ("sampling filter" in text) == ("rollout_top_p" in changes)

@@ -1,4 +1,4 @@
-"""What servers with our SGLang plugin tell: from their replies to slime's and miles's samples, and to our reader.
+"""What servers with our SGLang plugin tell: from their replies to slime's and miles's samples.
 
 Stand-ins take a reply as the hosts' `Sample` does. The hosts' own samples and dumps run in the whole trainers' tests.
 """
@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
-from mismatch_plugin.data.read import read
 from mismatch_plugin.data.served import META_KEY, Served
 from mismatch_plugin.hooks import miles, slime
 from mismatch_plugin.hooks.slime.samples import OWN_SOURCE, keep_served, watch_samples, wrap_data_source
@@ -122,18 +119,3 @@ def test_our_data_source_is_the_host_s_or_the_user_s(host: str) -> None:
     assert isinstance(ours(args), MySource)
     wrap_data_source(host, args := Namespace())
     assert vars(args) == {}, "an older host without the argument"
-
-
-def test_a_dump_tells_what_served(tmp_path: Path) -> None:
-    told = meta(3, ("aa", 0, 2), ("bb", 2, 5), ("cc", 5, 6))[META_KEY]
-    filled = {"response_length": 3, "rollout_log_probs": [-0.5] * 3}
-    rows = [
-        {**filled, "tokens": [1, 2, 3, 4, number], "index": number, "metadata": metadata}
-        for number, metadata in enumerate(({META_KEY: told}, {}, None, {META_KEY: {}}))
-    ]
-    torch.save({"rollout_id": 3, "samples": rows}, tmp_path / "rollout_3.pt")
-    found = read(tmp_path / "rollout_3.pt")
-    first, *others = [sample.served for sample in found.samples]
-    assert first is not None and first.server == "a:1/7" and others == [None] * 3
-    assert [(span.fingerprint, span.end) for span in first.weights] == [("aa", 2), ("bb", 3)]
-    assert "1 samples have metadata mismatch_plugin that cannot be read" in found.notes
