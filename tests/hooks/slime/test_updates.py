@@ -14,9 +14,9 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mismatch_plugin.data.read import read
 from mismatch_plugin.data.served import META_KEY
 from mismatch_plugin.hooks.miles import MilesAdapter
 from mismatch_plugin.hooks.slime import SlimeAdapter
@@ -91,18 +92,16 @@ def engine(host: str, server: Server) -> Any:
     return SimpleNamespace(get_server_info=remote(lambda: server.info))
 
 
-def modules(host: str) -> dict[str, ModuleType]:
-    """The host's modules that are read, and Ray."""
-    names = (f"{host}.backends.megatron_utils.actor", f"{host}.utils.distributed_utils", DUMPS[host])
-    parents = {path.rsplit(".", level)[0] for path in names for level in range(1, path.count(".") + 1)}
-    made = {path: ModuleType(path) for path in (*sorted(parents), *names, "ray")}
-    for name, method in SENDERS[host].items():
-        # Our wrapper goes on the class: a fresh one each time.
-        vars(made[names[0]])[name] = type(name, (Updater,), {method: send, "sender": method})
-    vars(made[names[1]])["get_gloo_group"] = lambda: dist.group.WORLD
-    vars(made[DUMPS[host]])["save_debug_train_data"] = lambda args, *, rollout_data, **_: SAVED.append(rollout_data)
-    vars(made["ray"])["get"] = lambda answers: list(answers)
-    return made
+def modules(host: str) -> dict[str, Any]:
+    """The host's modules that are read, and Ray. Our wrapper goes on the updaters' classes: fresh ones each time."""
+    kinds = {name: type(name, (Updater,), {own: send, "sender": own}) for name, own in SENDERS[host].items()}
+    dumps = SimpleNamespace(save_debug_train_data=lambda args, *, rollout_data, **_: SAVED.append(rollout_data))
+    return {
+        f"{host}.backends.megatron_utils.actor": SimpleNamespace(**kinds),
+        f"{host}.utils.distributed_utils": SimpleNamespace(get_gloo_group=lambda: dist.group.WORLD),
+        DUMPS[host]: dumps,
+        "ray": SimpleNamespace(get=list),
+    }
 
 
 SAVED: list[dict[str, Any]] = []
@@ -143,7 +142,6 @@ class Run:
     engines: list[Any]
     updates: WeightUpdates
     actor: Any
-    args: Namespace = field(default_factory=Namespace)
 
     def updater(self, name: str = "UpdateWeightFromDistributed", **fields: Any) -> Any:
         return getattr(self.actor, name)(self.engines, **fields)
@@ -176,7 +174,7 @@ LOST: list[tuple[tuple[str | None, str | None], Weights, str, bool]] = [
 def test_what_serves_is_compared_with_what_was_sent(run: Run, case: Any, caplog: pytest.LogCaptureFixture) -> None:
     """By each of the host's updaters; a difference is an error, or under `warn` a warning."""
     held, sent, fault, verified = case
-    run.updates.watch(run.args, "error")
+    run.updates.watch(Namespace(), "error")
     for server, name in zip(run.servers, held, strict=True):
         server.held = None if name is None else loaded(HELD_BY[name])
     for name in SENDERS[run.host]:
@@ -191,7 +189,7 @@ def test_what_serves_is_compared_with_what_was_sent(run: Run, case: Any, caplog:
         else:
             assert run.updater(name).update_weights(sent) == "the host's"
         assert run.updates.fingerprint == (told(loaded(sent))["fingerprint"] if verified else None)
-    run.updates.watch(run.args, "warn")
+    run.updates.watch(Namespace(), "warn")
     with caplog.at_level(logging.WARNING):
         assert run.updater().update_weights(sent) == "the host's"
     assert (fault in caplog.text) and bool(run.updates.fingerprint) == verified
@@ -204,7 +202,7 @@ def test_steps_report_what_an_update_delivers_of_the_masters_change(run: Run, st
     model = torch.nn.Linear(400, 300).bfloat16()
     master = model.weight.detach().float()
     vars(model.weight)["main_param"] = master
-    run.updates.watch(run.args, "error")
+    run.updates.watch(Namespace(), "error")
     updater = run.updater(model=[model])
     updater.update_weights({})
     assert run.updates.metrics == {}  # nothing to compare with
@@ -236,7 +234,7 @@ SILENT = {
 def test_what_is_not_compared_stops_no_update_and_is_said_once(
     run: Run, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run.updates.watch(run.args, "error")
+    run.updates.watch(Namespace(), "error")
     fields: dict[str, Any] = {"quantization_config": {"quant_method": "fp8"}} if fault == "quantised" else {}
     with caplog.at_level(logging.INFO):
         for step in range(2):
@@ -292,17 +290,23 @@ def test_the_hook_that_starts_a_training_process_watches(run: Run) -> None:
     assert vars(ours_now)["mismatch_plugin_wraps"][1] is own
 
 
-def test_the_dump_of_training_has_the_fingerprint_of_the_weights_it_began_with(run: Run) -> None:
-    run.updates.watch(run.args, "error")
+def test_the_dump_of_training_has_the_fingerprint_of_the_weights_it_began_with(run: Run, tmp_path: Path) -> None:
+    run.updates.watch(Namespace(), "error")
     for server in run.servers:
         server.held = loaded(weights(0))
     run.updater(weight_version=4).update_weights(weights(0))
     verified = run.updates.fingerprint
     data: dict[str, Any] = {"tokens": [[1, 2, 3]], "response_lengths": [2], "sample_indices": [4]}
     data |= {"log_probs": [[-0.5, -0.25]], "rollout_log_probs": [[-0.5, -0.25]]}
+    dumps = importlib.import_module(DUMPS[run.host])
     for number in range(2):  # an update every other rollout: the second trains on from weights that nobody serves
-        importlib.import_module(DUMPS[run.host]).save_debug_train_data(run.args, rollout_id=number, rollout_data=data)
-    assert [{**data, "weight_fingerprint": [verified], "trainer_weight_version": ["4"]}, data] == SAVED
+        dumps.save_debug_train_data(Namespace(), rollout_id=number, rollout_data=data)
+    first, second = SAVED
+    assert first == {**data, "weight_fingerprint": [verified], "trainer_weight_version": ["4"]} and second == data
+    whole = {"rollout_id": 3, "rank": 0, "rollout_data": first, "cp_rank": 0, "cp_size": 1, "qkv_format": "thd"}
+    torch.save(whole, tmp_path / "3_0.pt")
+    (sample,) = read(tmp_path / "3_0.pt").samples
+    assert (sample.trainer_fingerprint, sample.trainer_version) == (verified, "4")
 
 
 # Several ranks --------------------------------------------------------------------------------------------------------
