@@ -162,7 +162,7 @@ def test_the_drop_in_functions_work_together(monkeypatch: pytest.MonkeyPatch) ->
     model.config.finalize_model_grads_func([model])
     assert not megatron_rl.RUN.step.begun  # the next call with gradient begins another
     assert written["rollout_corr/tokens@2"] == float(data["mask"].sum())
-    assert 1.0 != pytest.approx(model.scale) == written["rollout_corr/rollout_is_batch_norm_factor@2"]
+    assert model.scale == pytest.approx(1.0 / written["rollout_corr/rollout_is_batch_norm_factor@2"]) != 1.0
     training.get_args = lambda: _args(f"{_ON} --use-rollout-log-probs --grpo-kl-beta 0")  # another run's, its first
     megatron_rl.get_logprobs(model, no_grad=False)
     megatron_rl.calculate_grpo_loss(log_probs, data["old"], data["ref"], **given, **host)
