@@ -68,17 +68,12 @@ class ModelSettings:
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the embedding and columns of the logits: the same padding for every layout."""
-        return -(-self.vocab // 8) * 8
+        return -(-self.vocab // 8) * 8  # the same for every layout
 
 
 def initialize_parallel(tp: int = 1, pp: int = 1, cp: int = 1, virtual_stages: int = 1) -> None:
-    """Install the CPU shim, start torch.distributed if nobody did, and (re-)build megatron's process groups.
-
-    The data-parallel size is what remains of the world. Without torchrun's environment variables the world is this
-    process. Called again, it destroys the groups of the call before: models and optimizers built on them must not be
-    used any more. Collective over the world.
-    """
+    """Install the CPU shim, start torch.distributed if nobody did (without torchrun's variables alone), and (re-)build
+    megatron's process groups: models and optimizers of the groups before must not be used any more."""
     cpu_shim.install()
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -101,10 +96,8 @@ def initialize_parallel(tp: int = 1, pp: int = 1, cp: int = 1, virtual_stages: i
 
 
 def build_model(settings: ModelSettings) -> list[Any]:
-    """This rank's part of the model, as megatron's list of model chunks, each wrapped in megatron's DDP.
-
-    Needs `initialize_parallel`. `finalize_model_grads` is set on the config, where a hook may wrap it.
-    """
+    """This rank's part of the model, as megatron's list of model chunks in DDP. `finalize_model_grads` is set on the
+    config, where a hook may wrap it."""
     config = _transformer_config(settings)
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=False, overlap_grad_reduce=False)
     chunks = []
@@ -224,20 +217,11 @@ def build_optimizer(model: list[Any], *, lr: float, betas: tuple[float, float], 
 
 
 def run_step(
-    model: list[Any],
-    forward_step: ForwardStep,
-    data_iterator: Any,
-    num_microbatches: int,
-    *,
-    forward_only: bool = False,
+    model: list[Any], forward_step: ForwardStep, data: Any, num_microbatches: int, *, forward_only: bool = False
 ) -> list[Any]:
-    """One step of megatron's schedule: zero gradients, forward and backward of all micro-batches, finalise gradients.
+    """One step of megatron's schedule, to gradients that are reduced over DP × CP; the optimizer is not stepped.
 
-    Afterwards gradients are reduced over DP × CP and divided as megatron does; the optimizer is not stepped.
-    Collectives: megatron's own.
-
-    Returns:
-        What loss_func returned last, per micro-batch, on the last pipeline stage; an empty list elsewhere.
+    Returns what loss_func returned last, per micro-batch, on the last pipeline stage; an empty list elsewhere.
     """
     if not forward_only:
         for chunk in model:
@@ -247,7 +231,7 @@ def run_step(
                 parameter.grad = None
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=data_iterator,
+        data_iterator=data,
         model=model,
         num_microbatches=num_microbatches,
         seq_length=1,  # both are unused with variable_seq_lengths
@@ -256,19 +240,15 @@ def run_step(
     )
 
 
-# ------------------------------------------------------------------------------------------- weights by global name
-
-
 def gather_parameters(model: list[Any]) -> dict[str, Tensor]:
     """Global parameter name -> full weight, on every rank. Collective over TP and PP."""
     return _gather(model, lambda parameter: parameter.detach())
 
 
 def gather_gradients(model: list[Any]) -> dict[str, Tensor]:
-    """Global parameter name -> full gradient as finalised by `run_step`, on every rank.
+    """Global parameter name -> full gradient as finalised by `run_step`, on every rank, the same in every layout.
 
-    Names, shapes and order of rows do not depend on the layout: vocabulary padding is cut, and tied embeddings appear
-    once, with their whole gradient. Collective over TP and PP.
+    Vocabulary padding is cut, and tied embeddings appear once. Collective over TP and PP.
     """
     return _gather(model, lambda parameter: parameter.main_grad)
 
@@ -293,9 +273,7 @@ def _gather(model: list[Any], value: Callable[[Any], Tensor]) -> dict[str, Tenso
     dist.all_gather_object(stages, stage, group=pp_group)
     full = {name: tensor for stage in stages for name, tensor in stage.items()}
     tied = full.pop(OUTPUT, None) if model[0].module.share_embeddings_and_output_weights else None
-    assert tied is None or torch.equal(tied, full[EMBEDDING]), (
-        "the first and the last stage disagree on tied embeddings"
-    )
+    assert tied is None or torch.equal(tied, full[EMBEDDING]), "stages disagree on tied embeddings"
     return full
 
 
@@ -311,10 +289,7 @@ def named_parameters(model: list[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def load_parameters(model: list[Any], weights: Mapping[str, Tensor]) -> None:
-    """Inverse of `gather_parameters`: each rank keeps its part of the full weights; padding of the vocabulary is 0.
-
-    Call it before an optimizer is built, which may keep copies. No collective.
-    """
+    """Inverse of `gather_parameters`, before an optimizer is built, which may keep copies; vocabulary padding is 0."""
 
     def given(name: str, shape: list[int]) -> Tensor:
         full = weights[name]

@@ -114,7 +114,7 @@ def parse_args(extra_args_provider):
 if __name__ == "__main__":
     from megatron.inference.utils import add_inference_args
 
-    args = parse_args(EXTRA)
+    args = parse_args(add_inference_args)
     functions = [calculate_grpo_loss.__module__, get_logprobs.__module__]
     print("GIVEN " + json.dumps({"args": vars(args), "argv": sys.argv, "functions": functions}))
 """
@@ -149,15 +149,12 @@ def megatron_tree(folder: Path, patched: bool = False, parameters: str = "") -> 
     loss = _MEGATRON_UTILS.replace("seq_lengths=None)", f"seq_lengths=None{parameters})")
     _write(folder / "megatron" / "rl" / "rl_utils.py", loss)
     _write(folder / "megatron" / "inference" / "utils.py", _MEGATRON_INFERENCE)
-    script = _MEGATRON_SCRIPT.replace("EXTRA", "add_inference_args")
+    script = _MEGATRON_SCRIPT
     if patched:
-        ours = (
-            "from mismatch_plugin.hooks import megatron_rl as mismatch\nfrom mismatch_plugin.hooks.megatron_rl import"
-        )
+        hooks = "mismatch_plugin.hooks"
+        ours = f"from {hooks} import megatron_rl as mismatch\nfrom {hooks}.megatron_rl import"
         script = script.replace("from megatron.rl.rl_utils import", ours)
-        script = script.replace(
-            "parse_args(add_inference_args)", "parse_args(mismatch.extra_args_provider(add_inference_args))"
-        )
+        script = script.replace("(add_inference_args)", "(mismatch.extra_args_provider(add_inference_args))")
     return _write(folder / "train_rl.py", script)
 
 

@@ -1,6 +1,6 @@
-"""Sampling masks through the hook: what they take away from the ratio, whose gradient is left, what is refused.
+"""Sampling masks through the hook: what they take away from the ratio, and whose gradient is left.
 
-That every parallel layout gives the same with them is in `test_adapter`, half of whose samples are filtered.
+In `test_layouts` half of the samples are filtered.
 """
 
 from __future__ import annotations
