@@ -10,7 +10,6 @@ import pytest
 
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.data.versions import WeightSpan
 from tests.diagnose.door import INF, NAN, faults, findings, inspect, named, samples_of, wave
 
 WAVES = [wave(30, phase) for phase in range(8)]
@@ -42,15 +41,12 @@ def says(found: Found, fault: str, **expected: Any) -> None:
         assert have[name] == (pytest.approx(value, abs=0.02) if isinstance(value, float) else value), (name, item)
 
 
-# Numbers, places, lengths ---------------------------------------------------------------------------------------------
-
 IDS = [[*range(1000 * at + 100, 1000 * at + 130)] for at in range(8)]
 LIKELY = [[0.0] * 100 + [-0.001] * 100]
 FLOORED = [-0.5, -6.0, -7.5, -5.2, -9.0, -1.0] + [-1.5, -2.5] * 6
 TRUE: dict[str, tuple[list[Sample], str, dict[str, Any]]] = {
     "null": (samples_of(put(WAVES, 1, 2, None), WAVES), "missing", {"side": "rollout", "sample": 1, "position": 2}),
     "-inf": (samples_of(WAVES, put(WAVES, 7, 29, -INF)), "floor", {"side": "training", "position": 29}),
-    "zeros": (samples_of([[0.0, -1.0, -2.0]], [[-3.5, -1.0, -2.0]]), "zero_fill", {"side": "rollout", "tokens": 1}),
     "a clamp": (samples_of([[max(x, -5.0) for x in FLOORED]], [FLOORED]), "floor", {"side": "rollout", "tokens": 4}),
     "the first dropped": (
         samples_of([row[1:] for row in WAVES], WAVES),
@@ -62,10 +58,6 @@ TRUE: dict[str, tuple[list[Sample], str, dict[str, Any]]] = {
     "another id": (
         samples_of(WAVES[:2], WAVES[:2], each=[{}, {"trained_ids": [*IDS[1][:2], 99, *IDS[1][3:]]}]),
         "token_ids", {"sample": 1, "position": 2, "tokens": 1},
-    ),
-    "another prompt": (
-        samples_of(WAVES[:2], WAVES[:2], each=[{}, {"trained_prompt_ids": [0, 1, 2, 3]}]),
-        "prompt_ids", {"samples": 1, "said": "prompt position 0"},
     ),
     "late by one": (samples_of(WAVES, moved(1, [*range(8)])), "shift_by_one", {"samples": 8, "lag": 1.0}),
     "early by eight": (samples_of(WAVES, moved(-8, [0, 4])), "boundary", {"samples": 2, "lag": -8.0}),
@@ -101,22 +93,6 @@ def test_two_faults_at_once_are_both_named_and_an_accepted_one_does_not_count() 
     found = inspect(late, "--brief", "--accept", "missing", "--accept", "shift_by_one")
     assert faults(found["findings"]) == [] and (found["status"], len(found["findings"])) == (0, 2)
 
-
-@pytest.mark.parametrize(("tokens", "verdict"), [(99, "undecided"), (100, "normal")])
-def test_too_few_tokens_decide_nothing(tokens: int, verdict: str) -> None:
-    values = wave(tokens)
-    found = inspect(samples_of([values], [[value + 0.001 for value in values]]), "--brief")
-    assert found["verdict"] == verdict and found["status"] == {"undecided": 3, "normal": 0}[verdict]
-    assert inspect(samples_of([values], [[None] * tokens]), "--brief")["verdict"] == "fault"
-
-
-def test_records_alone_are_checked_as_far_as_they_go() -> None:
-    found = inspect(samples_of([[-1.0, NAN]]), "--brief")
-    assert faults(found["findings"]) == ["nan"] and "temperature" in found["undecided"][0]["faults"]
-    assert found["mismatch"] is None and found["one_sided"]
-
-
-# What is none of it ---------------------------------------------------------------------------------------------------
 
 DRAW = np.random.default_rng(0)
 FAR = -DRAW.exponential(2.0, (2, 12, 24))
@@ -174,9 +150,6 @@ def test_what_too_few_tokens_cannot_tell_is_undecided() -> None:
     assert "20, 40 needed" in {f: i["reason"] for i in found["undecided"] for f in i["faults"]}["shift_by_one"]
 
 
-# Temperatures, filters, penalties -------------------------------------------------------------------------------------
-
-
 def at(temperature: float) -> SamplingParameters:
     return SamplingParameters(temperature=temperature)
 
@@ -187,23 +160,6 @@ def test_a_temperature_is_the_slope_of_centred_log_probs(recorded: float, side: 
     found = findings(samples_of([P.tolist()], [half.tolist()], sampling=at(recorded)))
     ratios = {"temperature_ratio_low": 2.0, "temperature_ratio_high": 2.0}
     says(found, "temperature", side=side, slope=0.5, explained=1.0, **ratios)
-
-
-@pytest.mark.parametrize(("trainer_at", "side"), [(0.7, "rollout"), (1.0, "both")])
-@pytest.mark.parametrize("is_told", [True, False])
-def test_temperatures_that_the_records_tell(trainer_at: float, side: str, is_told: bool) -> None:
-    """q of temperature .7 is p to the power 1/.7, normalised."""
-    raw = np.log(np.array([0.5, 0.25, 0.125, 0.125]))
-    sharp = raw / trainer_at - np.log(np.exp(raw / trainer_at).sum())
-    drawn = np.random.default_rng(0).choice(4, 400, p=np.exp(raw / 0.7) / np.exp(raw / 0.7).sum())
-    more: dict[str, Any] = {"trainer_temperature": trainer_at} if is_told else {}
-    rows = [raw[drawn].tolist()], [sharp[drawn].tolist()]
-    found = findings(samples_of(*rows, sampling=at(0.7), log_probs_of="raw", **more))
-    says(found, "temperature", side=side, confidence="certain", said="processed_logprobs")
-    assert ("Divide the trainer" in found[0]["fix"]) == (side == "both")
-    assert "temperature" not in faults(findings(samples_of(rows[0], rows[0], sampling=at(1.0), log_probs_of="raw")))
-    found = findings(samples_of([[-1.0]], [[-1.0]], trainer_temperature=0.7))
-    says(found, "temperature", said="of temperature 1, the trainer's of 0.7")
 
 
 WHOLE = P[math.log(0.2) < P]
@@ -236,8 +192,6 @@ def test_filters_that_one_side_does_not_follow(
         says(found, "truncation", missing_mass=0.25)
 
 
-# Where in a response --------------------------------------------------------------------------------------------------
-
 SAMPLES, TOKENS = 24, 60
 AT = np.arange(TOKENS)
 DECAY = 1 + 9 * np.exp(-AT / 10)
@@ -264,7 +218,6 @@ def scaled(scale: Any, every: int = 1, **fields: Any) -> list[Sample]:
         (scaled(DECAY, trained_prompt_ids=[1, 2, 3]), "possible", "flush_cache"),
         (scaled(8 + 40 * np.exp(-AT / 10), every=3), "likely", f"{SAMPLES // 3} "),
         (scaled(LACKS, each=PROMPTS), "possible", ("after shorter prompts", "lack a system prompt")),
-        (scaled(np.full(TOKENS, 20.0), every=3), None, ""),
         (scaled(DECAY / 40), None, ""),
     ],
 )
@@ -274,33 +227,3 @@ def test_another_prompt_shows_where_responses_begin(samples: list[Sample], confi
     assert (item and item["confidence"]) == confidence
     if confidence:
         says(found, "wrong_prompt", said=said)
-
-
-def retokenised(row: int | None, first: int, last: int = TOKENS, **fields: Any) -> list[Sample]:
-    """The training side of a row, or of all, is that of other, unlikely ids."""
-    draw = np.random.default_rng(0)
-    rollout = -draw.exponential(1.5, (12, TOKENS)) - 0.06
-    train = rollout + draw.normal(0, 0.02, rollout.shape)
-    where = ((np.arange(12)[:, None] == row) | (row is None)) & (first <= AT) & (last > AT)
-    train = np.where(where, -draw.exponential(4.0, rollout.shape) - 0.06, train)
-    return samples_of(rollout.tolist(), train.tolist(), **fields)
-
-
-CHANGED = [WeightSpan(version="0", start=0, end=30), WeightSpan(version="1", start=30, end=TOKENS)]
-
-
-@pytest.mark.parametrize(
-    ("samples", "expected"),
-    [
-        (retokenised(3, 15), {"samples": 1, "sample": 3, "to_the_end": 1.0}),
-        (retokenised(5, 20, 36), {"to_the_end": 0.0, "said": "for a stretch"}),
-        (retokenised(None, 30), {"samples": 12}),
-        (retokenised(None, 30, weight_versions=CHANGED), None),  # the weights changed there
-        (retokenised(4, 0), None),  # far from the first token on
-    ],
-)
-def test_ids_that_are_others_from_some_place_on(samples: list[Sample], expected: dict[str, Any] | None) -> None:
-    found = findings(samples)
-    assert (named(found, "retokenised") is not None) == (expected is not None), found
-    if expected:
-        says(found, "retokenised", **expected)

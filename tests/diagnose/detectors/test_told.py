@@ -201,13 +201,11 @@ def test_a_finding_names_its_place_and_its_fix() -> None:
     assert ", not q.weight, k.weight, v.weight, …" in finding["evidence"]
     assert "--accept weights_partly_updated" in finding["fix"] and finding["confidence"] == "likely"
     (finding,) = findings([record(filters=["top_p=0.9"])])
-    assert finding["fix"].startswith("Send every sampling parameter") and "generation_config" in finding["fix"]
+    assert "generation_config" in finding["fix"]
     plain = record(last=UP, temperature=0.7, filters=["top_p"])
     untold = Sample(**{name: getattr(plain, name) for name in plain.model_fields_set - {"sampling"}})
     (finding,) = findings([untold])  # a record without `sampling` says nothing of a temperature or a filter
     assert finding["fault"] == "truncation" and finding["fix"].startswith("Record what was asked for (`sampling`")
-    notes = inspect(CLEAN, "--brief")["notes"]
-    assert "the SGLang plugin told of 2 of 2 samples: a:1, b:1; weights f5." in notes
     sent = inspect([trained(CLEAN[0], trainer_fingerprint="f5", trainer_version="5")], "--brief")["notes"]
     assert any(note.endswith("weights f5, which are what the trainer sent.") for note in sent)
 
@@ -247,8 +245,6 @@ def test_two_checkpoints_show_what_bfloat16_delivers(tmp_path: Path, step: float
         assert "Between both checkpoints" in item["evidence"] and "cosine of 0." in item["evidence"]
     assert named(findings([record(last=None, dtype="float32")], *given), "update_lost_in_precision") is None
 
-
-# Experts and caches ---------------------------------------------------------------------------------------------------
 
 PROMPT, LENGTH, LAYERS, K, EXPERTS = 6, 20, 3, 2, 16
 ROWS = PROMPT + LENGTH - 1
