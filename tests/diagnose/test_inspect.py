@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mismatch_plugin.data.files import write_samples
-from tests.diagnose.door import CLEAN, RECORDS, faults, run, samples_of, saved, text, told, training_file
+from tests.diagnose.door import CLEAN, RECORDS, faults, run, saved, text, told, training_file
 from tests.fixtures.sglang_check.policies import FOLDER, recorded, score
 from tests.fixtures.sglang_check.serving import serving
 
@@ -104,12 +104,14 @@ def test_what_the_user_knows_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mask", "training", "said"),
-    [([1, 1], "absent.jsonl", "absent.jsonl"), ([0, 0], "a.jsonl", "every loss mask is 0")],
+    ("line", "said"),
+    [("", "training.jsonl"), ('{"train_log_probs": [-1.0, -2.0], "loss_mask": [0, 0]}', "every loss mask is 0")],
 )
-def test_what_cannot_be_read_is_told_with_status_2(tmp_path: Path, mask: list[int], training: str, said: str) -> None:
-    given = [tmp_path / "a.jsonl", tmp_path / training]
-    write_samples(given[0], samples_of([[-1.0, -2.0]], [[-1.0, -2.0]], loss_mask=mask))
+def test_what_cannot_be_read_is_told_with_status_2(tmp_path: Path, line: str, said: str) -> None:
+    given = [tmp_path / "records.jsonl", tmp_path / "training.jsonl"]
+    given[0].write_text('{"prompt_ids": [1], "response_ids": [2, 3], "rollout_log_probs": [-1.0, -2.0]}\n')
+    if line:
+        given[1].write_text(line)
     found = told(*given, "--brief")
     assert (found["status"], found["verdict"]) == (2, "cannot_read") and said in found["headline"]
     assert run(*given).stderr.startswith("cannot inspect: ")
