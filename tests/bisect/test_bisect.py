@@ -175,9 +175,7 @@ def test_the_command_certifies_and_checks(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_what_is_no_whole_megatron_model_is_refused(tmp_path: Path) -> None:
     for text, says in (
-        ("", "that works: KeyError: 'build'"),
         ("def build(folder): raise ValueError('of the user')", "ValueError: of the user"),
-        ("def build(:", "SyntaxError"),
         ("def build(folder): return {}", "returned dict, and no GPTModel"),
         (f"{SPLIT}def build(folder): return S(config=parts)", "pipeline parallelism of 2 spreads a module over ranks"),
     ):
@@ -193,7 +191,6 @@ def test_servers_that_cannot_be_watched_are_refused() -> None:
     for info, reply, says in (
         ({}, {}, "runs without this plugin"),
         ({"tp_size": 2}, {}, "tp_size 2: under tensor parallelism each rank holds a part"),
-        ({"quantization": "fp8"}, {}, "serves with quantization fp8"),
         ({"tp_size": 1}, {}, "the plugin there is too old, or off"),
         ({"tp_size": 1}, {"mismatch_taps": [{"error": "requests of others"}]}, "cannot be watched: requests of others"),
     ):

@@ -21,15 +21,15 @@ from typer.testing import CliRunner
 
 from mismatch_plugin.cli import app
 from mismatch_plugin.compare import experiments
-from mismatch_plugin.compare.command import BLOCK, Block, blocks, choose, hold, open_folder, run_all, run_block
+from mismatch_plugin.compare.command import Block, blocks, choose, hold, open_folder, run_all, run_block
 from mismatch_plugin.compare.experiments import Settings, variant_config, variant_name
 from mismatch_plugin.compare.loop import Runs, warm_weights
 from mismatch_plugin.compare.model import FINAL_NORM, OUTPUT
-from mismatch_plugin.report.log import to_json
 from tests.full import a_few
 
 needs_lab = pytest.mark.skipif(
-    not all(importlib.util.find_spec(name) for name in ("scipy", "matplotlib", "jinja2")), reason="needs [lab]"
+    not all(importlib.util.find_spec(name) for name in ("scipy", "matplotlib", "jinja2", "tensorboard")),
+    reason="needs [lab]",
 )
 SECONDS = 300
 SMALL = ["hidden=16", "ffn=24", "prompts_per_batch=8", "samples_per_prompt=4"]
@@ -54,19 +54,13 @@ def compare(*words: str) -> tuple[int, str]:
     return result.exit_code, " ".join(result.output.replace("│", " ").split())
 
 
-# ---------------------------------------------------------------------------------------------------- what is chosen
-
-
 @pytest.mark.parametrize(
     ("labels", "name", "algorithm", "level", "mode"),
     [
         ("0 disabled", "PPO", 0, "token", "truncate"),
-        ("1 ppo_is_bypass", "bypass", 1, "token", "truncate"),
         ("2 2:token:truncate token_is:threshold=2", "token_is", 2, "token", "truncate"),
-        ("decoupled_seq_is", "seq_is", 2, "sequence", "truncate"),
         ("3", "pg_is", 3, "sequence", "truncate"),
         ("3:geometric", "3:geometric", 3, "geometric", "truncate"),
-        ("token_is:threshold=3", "token_is:threshold=3", 2, "token", "truncate"),
     ],
 )
 def test_labels_and_their_one_name(labels: str, name: str, algorithm: int, level: str, mode: str) -> None:
@@ -91,42 +85,22 @@ def test_what_the_defaults_choose_and_what_options_change() -> None:
     assert 2 / 2 ** len(found["seeds"]) * (len(experiments.VARIANTS) - 1) < 0.01  # Holm's smallest threshold
     quick = chosen(quick=True)
     assert quick["settings"] == ["control", "int2", "stale32"] and len(quick["seeds"]) == 8
-    assert all(labels == ["PPO", "bypass", "token_is"] for labels in quick["plan"].values())
-    assert all(labels == list(experiments.VARIANTS) for labels in chosen(full=True)["plan"].values())
     more = chosen(settings=["int2_long", "staleness=12+rollout_dtype=int4"], given=["lr=0.001"])
     own = more["about_settings"]["staleness=12+rollout_dtype=int4"]
     assert own["changes"] == {"staleness": 12, "rollout_dtype": "int4"} and more["lab"]["lr"] == 0.001
     assert own["what"].endswith("Changed for all settings: lr=0.001.")
 
 
-def test_blocks_are_whole_seeds_of_one_setting_and_the_first_seeds_come_first() -> None:
-    found = blocks(Path("run"), chosen())
-    assert [block[0].setting for block in found[:6]] == list(experiments.SETTINGS)
-    assert len({run.folder for block in found for run in block}) == sum(map(len, found)) == 312
-    for block in found:
-        seeds, variants = {run.seed for run in block}, {run.variant for run in block}
-        assert len({run.setting for run in block}) == 1 and len(block) == len(seeds) * len(variants) <= BLOCK
-    run = next(run for block in found for run in block if run.setting == "int2_stale8" and run.seed == 105)
-    assert run.folder == Path("run/int2_stale8/PPO/seed105")
-    assert (run.settings.staleness, run.settings.rollout_dtype) == (8, "int2")
-
-
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         ("--algorithms 5", "algorithm '5' is unknown: write PPO, bypass"),
-        ("--algorithms opsm", "preset opsm needs delta"),
         ("--algorithms 2,token_is", "'token_is,token_is' is empty or names one twice"),
         ("--settings int5", "settings 'int5': give each once, and choose from control, int2, stale24"),
-        ("--settings speed=2", "speed=2: write NAME=VALUE, each once, with one of task, layers"),
         ("--settings staleness=-1", "staleness is -1"),
         ("--lab mini_batches=3", "mini_batches 3 must divide 8, samples_per_prompt"),
-        ("--lab betas=[0.9,1]", "betas is [0.9, 1.0]: each is at least 0 and below 1"),
-        ("--lab expert_flips=0.1 --settings control", "give 2 experts or more"),
-        ("--lab steps=8 --steps 9", "steps=9: write NAME=VALUE, each once"),
         ("--lab lr=0.001", "--lab lr: setting moe_flips has its own, 0.006"),
         ("--full --algorithms 0", "leave out what chooses them, too"),
-        ("--quick --settings int2", "leave out what chooses them, too"),
     ],
 )
 @needs_lab
@@ -134,9 +108,6 @@ def test_bad_options_are_refused_before_anything_runs(tmp_path: Path, options: s
     status, said = compare("--output", str(tmp_path / "run"), *options.split())
     assert status == 2 and not (tmp_path / "run").exists()
     assert sentence in said
-
-
-# --------------------------------------------------------------------------------------------------------- the folder
 
 
 def test_a_folder_is_never_overwritten_and_resumed_with_the_same_alone(tmp_path: Path) -> None:
@@ -148,19 +119,15 @@ def test_a_folder_is_never_overwritten_and_resumed_with_the_same_alone(tmp_path:
     open_folder(folder, first, resume=True)
     for changes, said in (
         ({"seeds": 3}, r"holds a run with seeds \[100, 101\], now \[100, 101, 102\]: resume it with the same"),
-        ({"settings": ["control"]}, r"settings \['control', 'int2'\], now \['control'\]"),
-        ({"algorithms": ["0"]}, "plan.control .*now "),
         ({"given": ["steps=8"]}, "lab.steps 360, now 8"),
     ):
         with pytest.raises(ValueError, match=said):
             open_folder(folder, chosen(**{"settings": ["control", "int2"], "seeds": 2, **changes}), resume=True)
     with pytest.raises(ValueError, match="holds a run already: add --resume"):
         open_folder(folder, first, resume=False)
-    for damaged in ('{"seeds": 1, "sett', "", "[]"):
-        record.write_text(damaged)
-        with pytest.raises(ValueError, match=r"run\.json is damaged: .*It says what the run is: restore it"):
-            open_folder(folder, first, resume=True)
-        assert record.read_text() == damaged
+    record.write_text('{"seeds": 1, "sett')
+    with pytest.raises(ValueError, match=r"run\.json is damaged: .*It says what the run is: restore it"):
+        open_folder(folder, first, resume=True)
     lock = hold(folder)
     with pytest.raises(ValueError, match="another compare is writing to"):
         hold(folder)
@@ -175,7 +142,7 @@ def metrics_of(block: Block) -> dict[str, str]:
     return {f"{run.variant}{run.seed}": (run.folder / "metrics.jsonl").read_text() for run in block}
 
 
-def test_a_block_fills_the_folders_of_its_runs_as_each_alone_does_and_says_which_diverged(tmp_path: Path) -> None:
+def test_a_block_fills_the_folders_of_its_runs_and_says_which_diverged(tmp_path: Path) -> None:
     (block,), steps, warm = small_blocks(tmp_path), list[int](), tmp_path / ".warm"
     settings = block[0].settings
     broken = {name: weight[0] for name, weight in warm_weights(settings, [101], warm).items()}
@@ -188,8 +155,6 @@ def test_a_block_fills_the_folders_of_its_runs_as_each_alone_does_and_says_which
         config = json.loads((run.folder / "config.json").read_text())
         assert config["variant"] == run.variant and config["settings"] == settings.model_dump(mode="json")
         assert config["mismatch"] == run.config.model_dump(mode="json")
-        alone = Runs(settings, [run.seed], [run.config], warm_weights(settings, [run.seed], warm))
-        assert (run.folder / "metrics.jsonl").read_text() == "".join(to_json(r[0]) + "\n" for r in alone.steps())
         done = json.loads((run.folder / "done.json").read_text())
         assert (done["status"], done["step"]) == ("finished" if run.seed == 100 else "diverged", 4) and run.finished
 
@@ -201,8 +166,7 @@ def test_what_is_damaged_is_made_again_with_the_same_numbers(tmp_path: Path) -> 
     before = [metrics_of(block) for block in planned]
     kept, damaged = planned[1][0].folder / "metrics.jsonl", planned[0][1]
     written = kept.stat().st_mtime_ns
-    damages = {"done.json": ('{"step"', "[]"), "metrics.jsonl": ('{"step": 4', "")}
-    for name, text in [(name, text) for name, texts in damages.items() for text in texts]:
+    for name, text in (("done.json", '{"step"'), ("done.json", "[]"), ("metrics.jsonl", '{"step": 4')):
         whole = (damaged.folder / name).read_text()
         (damaged.folder / name).write_text(text)
         assert not damaged.finished
@@ -238,18 +202,12 @@ def test_a_killed_process_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     assert run_all(planned, tmp_path / ".warm", 1) == [] and all(run.finished for run in planned[1])
 
 
-# ------------------------------------------------------------------------------------------------- the whole command
-
-
 def lines(folder: Path) -> int:
     return sum(len(path.read_text().splitlines()) for path in folder.rglob("metrics.jsonl"))
 
 
 @needs_lab
 def test_what_fails_is_said_then_ctrl_c_then_a_kill_then_resume(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="needs TensorBoard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     folder = tmp_path / "run"
     words = ["--output", str(folder), *FEW, *(word for field in SMALL for word in ("--lab", field))]
 
@@ -293,17 +251,10 @@ def test_what_fails_is_said_then_ctrl_c_then_a_kill_then_resume(tmp_path: Path) 
 
     for _ in range(2):  # events are written once
         assert compare("--resume", "--tensorboard", *words)[0] == 0
+    assert len([*folder.rglob("events.out.*")]) == 2
     outcomes = [json.loads(path.read_text()) for path in sorted(folder.rglob("done.json"))]
     assert [(outcome["status"], outcome["step"]) for outcome in outcomes] == [("finished", 80)] * 2
     assert lines(folder) == 162
-    run = next(path.parent for path in folder.rglob("done.json"))
-    (events,) = (run / "events").iterdir()
-    read = EventAccumulator(str(events))
-    read.Reload()
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rewards = [(point.step, point.value) for point in read.Scalars("reward")]
-    assert rewards == [(r["step"], pytest.approx(r["reward"])) for r in records[1:]]
-    assert read.Scalars("rollout_corr/k3_kl")
 
 
 RECORDED = {

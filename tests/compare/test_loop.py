@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,10 +24,8 @@ from mismatch_plugin.compare.loop import (
     questions,
     rollout_weights,
     warm_up,
-    warm_weights,
 )
 from mismatch_plugin.compare.model import (
-    FINAL_NORM,
     OUTPUT,
     POSITIONS,
     WORDS,
@@ -57,9 +54,6 @@ def random_ids(*size: int) -> Tensor:
     return torch.randint(14, size, generator=torch.Generator().manual_seed(0))
 
 
-# ------------------------------------------------------------------------------------------------- rollout engine
-
-
 def test_sampled_log_probs_are_the_models_and_runs_that_share_noise_draw_the_same() -> None:
     settings, weights, prompts = small(temperature=0.7), weights_of(5, 5, 6), random_ids(1, 3, 8).repeat(3, 1, 1)
     drawn = generate(settings, weights, prompts, exponential([2], 12, 6, 14).repeat(3, 1, 1, 1))
@@ -71,11 +65,10 @@ def test_sampled_log_probs_are_the_models_and_runs_that_share_noise_draw_the_sam
     assert torch.equal(other.ids[0], drawn.ids[0]) and not torch.equal(other.ids[1], drawn.ids[1])
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_frequencies_follow_the_probabilities(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frequencies_follow_the_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     """χ² over the 25 responses of two tokens from five: 24 degrees of freedom, of which 51.2 is the .999 quantile."""
     monkeypatch.setitem(TASKS, "two", Task("two", lambda _: [], lambda _: [], 2, vocab=5, eos=None))
-    settings, count = small(task="two", layers=1, temperature=temperature), 20_000
+    settings, count = small(task="two", layers=1, temperature=0.6), 20_000
     weights, prompt = weights_of(0, task="two", layers=1), torch.tensor([[[1, 3]]])
     every = torch.cartesian_prod(torch.arange(5), torch.arange(5))
     p = token_log_probs(settings, weights, prompt, every[None]).sum(2).exp()[0]
@@ -96,7 +89,7 @@ def test_an_end_ends_and_what_follows_is_padding(monkeypatch: pytest.MonkeyPatch
     assert (ended.log_probs[0] < 0).equal(mask)
 
 
-@pytest.mark.parametrize(("dtype", "levels"), [("int8", 255), ("int4", 15), ("int3", 7), ("int2", 3)])
+@pytest.mark.parametrize(("dtype", "levels"), [("int8", 255), ("int2", 3)])
 def test_linear_layers_are_rounded_and_nothing_else(dtype: str, levels: int) -> None:
     weights = weights_of(0, 1)
     rounded = rollout_weights(weights, dtype)
@@ -136,9 +129,6 @@ def test_tasks_hold_prompts_back_and_their_answers_are_the_digits_in_reverse(nam
         assert max(*prompt, *target) < task.vocab and len(target) <= task.max_response and PAD not in prompt + target
 
 
-# -------------------------------------------------------------------------------------------------------- the loop
-
-
 @pytest.fixture(scope="module")
 def warm() -> Weights:
     """Of seeds 0 and 1."""
@@ -160,30 +150,6 @@ def test_a_run_does_not_depend_on_those_it_runs_with(warm: Weights) -> None:
     assert all(torch.equal(weight, before[name]) and not weight.requires_grad for name, weight in warm.items())
 
 
-@pytest.mark.parametrize(
-    ("settings", "evaluated", "measured", "versions"),
-    [
-        ({"steps": 10, "eval_every": 4}, [0, 4, 8, 10], [1, 5, 9], [0] * 4 + [4] * 4 + [8] * 2),
-        ({"steps": 10, "eval_every": 8, "staleness": 3}, [0, 8, 10], [1, 9], [0] * 4 + [1] * 4 + [5] * 2),
-        ({"steps": 6, "eval_every": 0, "staleness": 9}, [0, 6], [1], [0] * 6),
-    ],
-)
-def test_what_is_recorded_when_and_which_weights_sampled(
-    warm: Weights, settings: Any, evaluated: list[int], measured: list[int], versions: list[int]
-) -> None:
-    runs, after, rows = Runs(small(**settings), [0], CONFIGS[:1], run_of(warm, 0)), [], []
-    for (row,) in runs.steps():
-        rows.append(row)
-        after.append(runs.weights[OUTPUT].detach().clone())
-        assert all(torch.equal(kept[OUTPUT], after[version]) for version, kept in runs.versions.items())
-    assert [row["step"] for row in rows] == [*range(settings["steps"] + 1)]
-    assert rows[0].keys() == {"step", "held_out_exact"}
-    for name, steps in (("held_out_exact", evaluated), ("metrics", measured), ("impossible_tokens", measured)):
-        assert [row["step"] for row in rows if name in row] == steps
-    assert [row["weight_version"] for row in rows[1:]] == versions
-    assert all({"reward", "exact", "response_length", "loss", "grad_norm"} < row.keys() for row in rows[1:])
-
-
 def test_impossible_tokens_by_hand(warm: Weights) -> None:
     """A trainer that is far more certain than its int2 rollouts finds many of their tokens impossible."""
     certain = {name: weight * (8 if name == OUTPUT else 1) for name, weight in warm.items()}
@@ -198,14 +164,9 @@ def test_impossible_tokens_by_hand(warm: Weights) -> None:
     assert all(0.02 < share < 0.9 for share in expected)
 
 
-@pytest.mark.parametrize("overflows", [False, True])
-def test_a_run_that_breaks_stops_alone(warm: Weights, overflows: bool) -> None:
+def test_a_run_that_breaks_stops_alone(warm: Weights) -> None:
     broken = map_weights(warm, torch.Tensor.clone)
-    if overflows:
-        broken[OUTPUT][1] = 1e38  # log-probs that are not finite, which the loss refuses
-    else:
-        broken[FINAL_NORM][1] *= 1e-30
-        broken[OUTPUT][1] *= 1e30  # the same logits, and a gradient whose square is more than float32 holds
+    broken[OUTPUT][1] = 1e38  # log-probs that are not finite, which the loss refuses
     sound, runs = records_of(small(), warm, CONFIGS[:2]), Runs(small(), [0, 1], CONFIGS[:2], broken)
     blocks = [*runs.steps()]
     assert [block[::2] for block in blocks] == [block[::2] for block in sound]
@@ -214,19 +175,15 @@ def test_a_run_that_breaks_stops_alone(warm: Weights, overflows: bool) -> None:
     assert all(torch.equal(weight[1], broken[name][1]) for name, weight in runs.weights.items())
 
 
-# ---------------------------------------------------------------------------------------------- evaluation, warm-up
-
-
-@pytest.mark.parametrize("length", [2, 3])
-def test_exact_match_is_the_expectation(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over all 14² or 14³ responses; an answer that ends earlier is the sum of those that begin with it."""
-    task = Task("tiny", lambda draw: draw.choices(range(10), k=2), lambda x: [*x, 11][:length], length, eos=None)
+def test_exact_match_is_the_expectation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all 14³ responses; an answer that ends earlier is the sum of those that begin with it."""
+    task = Task("tiny", lambda draw: draw.choices(range(10), k=2), lambda x: [*x, 11], 3, eos=None)
     monkeypatch.setitem(TASKS, "tiny", task)
     settings, (prompts, answers) = small(task="tiny", temperature=0.5), questions(task, 3, [4, 5], "held_out")
     answers[:, 0, -1] = PAD
     weights = {n: w * (20 if n == OUTPUT else 1) for n, w in weights_of(0, 1, task="tiny").items()}
     found, right = exact_match(settings, weights, prompts, answers)
-    every = torch.tensor([*itertools.product(range(14), repeat=length)])
+    every = torch.tensor([*itertools.product(range(14), repeat=3)])
     for n in range(2):
         expected, of_tokens = [], []
         for prompt, answer in zip(prompts[n], answers[n], strict=True):
@@ -250,16 +207,3 @@ def test_warm_up_stops_each_seed_at_the_target_and_follows_from_its_key() -> Non
     assert other.warm_up_key(2) == settings.warm_up_key(2) != settings.warm_up_key(1)
     alone = warm_up(other, [2])
     assert all(torch.equal(weight[0], weights[name][2]) for name, weight in alone.items())
-
-
-def test_warm_weights_are_kept_and_a_damaged_file_is_made_again(tmp_path: Path) -> None:
-    settings, cache = small(warm_up_steps=4), tmp_path / "warm"
-    first = warm_weights(settings, [4, 5], cache)
-    files = [cache / settings.warm_up_key(seed) for seed in (4, 5)]
-    torch.save({name: weight[0] + 1 for name, weight in first.items()}, files[0])
-    for damage in (b"", files[1].read_bytes()[:1000], b"no weights"):
-        files[1].write_bytes(damage)
-        found = warm_weights(settings, [5, 4], cache)
-        assert all(torch.equal(found[name][1], weight[0] + 1) for name, weight in first.items())  # found
-        assert all(torch.equal(found[name][0], weight[1]) for name, weight in first.items())  # made again
-        assert sorted(cache.iterdir()) == sorted(files) and torch.load(files[1], weights_only=True)

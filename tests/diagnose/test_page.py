@@ -44,12 +44,10 @@ class Tags(HTMLParser):
         return [attributes[name] for _, attributes in self.tags if name in attributes]
 
 
-def write(
-    samples: list[Sample], folder: Path, *options: object, name: str = "dump"
-) -> tuple[dict[str, Any], str, Tags]:
+def write(samples: list[Sample], folder: Path, name: str = "dump") -> tuple[dict[str, Any], str, Tags]:
     """(the diagnosis, its page, the page's tags)."""
     write_samples(folder / f"{name}.jsonl", samples)
-    found = told(folder / f"{name}.jsonl", "--out", folder, "--host", "slime", *options)
+    found = told(folder / f"{name}.jsonl", "--out", folder, "--host", "slime", "--accept", "mixed_versions")
     html = (folder / "report.html").read_text(encoding="utf-8")
     return found, html, Tags(html)
 
@@ -73,20 +71,12 @@ def test_a_page_of_every_verdict_needs_nothing_else(verdict: str, tmp_path: Path
     assert all(f'<th scope="row">{setting}</th>' in html.replace("&gt;", ">") for setting in rows)
 
 
-def hostile() -> list[Sample]:
-    """Every text that a dump may hold is a script."""
-    fields = {"server": HOSTILE, "group": HOSTILE, "trainer_version": HOSTILE}
-    samples = []
-    for at, one in enumerate(of_verdict("large")):
-        span = WeightSpan(version=HOSTILE, start=0, end=len(one))
-        samples.append(one.with_fields(sample_id=f"{HOSTILE}{at}", weight_versions=(span,), **fields))
-    return samples
-
-
 def test_what_a_file_holds_is_text(tmp_path: Path) -> None:
-    late = [one.with_fields(train_log_probs=one.train_log_probs[::-1].copy()) for one in hostile()]
-    for samples, options in ((hostile(), ("--accept", "mixed_versions")), (late, ())):
-        _, html, tags = write(samples, tmp_path, *options, name="<img src=x>{{ 7 * 7 }}")
+    texts: dict[str, Any] = dict.fromkeys(("server", "group", "trainer_version", "sample_id"), HOSTILE)
+    texts["weight_versions"] = (WeightSpan(version=HOSTILE, start=0, end=20),)
+    for verdict in ("large", "fault"):
+        samples = [one.with_fields(**texts) for one in of_verdict(verdict)]
+        _, html, tags = write(samples, tmp_path, name="<img src=x>{{ 7 * 7 }}")
         assert tags.open == [] and [tag for tag, _ in tags.tags].count("img") == html.count(PICTURE) == 1
         assert "<script" not in html and "{{ 7 * 7 }}" in html
     _, html, tags = write(samples_of([[-1.0]]), tmp_path)  # a page of almost nothing

@@ -21,7 +21,6 @@ from mismatch_plugin.config.values import ignore_mismatch_warnings
 from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.versions import WeightSpan
-from mismatch_plugin.diagnose.levels import histogram
 from mismatch_plugin.hooks.hosts import HOSTS
 from tests.diagnose.door import RECORDS, inspect, run, samples_of
 
@@ -114,8 +113,8 @@ def test_every_prediction_is_what_training_reports_and_the_gradient_does(tmp_pat
         told |= {f"accepted_by_advantage_{sign}": item[f"kept_{sign}"] for sign in ("negative", "positive")}
         for name, value in told.items():
             assert metrics[f"rollout_corr/{name}"] == pytest.approx(value, rel=1e-9), (item["setting"], name)
-        found = item["bias"], float(item["noise"])
-        assert found == pytest.approx(by_gradient(packed, config), rel=1e-9), item["setting"]
+        by_hand = pytest.approx(by_gradient(packed, config), rel=1e-9)
+        assert (item["bias"], float(item["noise"])) == by_hand, item["setting"]
         assert item["algorithm"] == config.algorithm and item["second_pass"] == (config.algorithm in (0, 2))
 
 
@@ -141,7 +140,6 @@ def test_what_the_data_cannot_decide_is_left_out_and_said() -> None:
     for flags, lack in (
         ("--rs-criterion token:tv:0.1@away", "advantages"),
         ("--rs-max-staleness 1", "weight versions of all tokens and of the trainer"),
-        ("--rs-criterion token:k2:0.02 --rs-group exclude", "groups with rewards"),
     ):
         found = inspect(bare, "--flags", flags, *ANYTHING)
         names = {item["setting"].split(",")[0] for item in found["predictions"]}
@@ -154,19 +152,13 @@ def test_what_excluding_the_rejected_changes_in_their_groups_by_hand() -> None:
     rewards, groups = [1.0, 1.0, 0.0, 0.0, 1.0, 0.0], [0, 0, 0, 0, 1, 1]
     each = [{"reward": rewards[at % 6], "group": 2 * (at // 6) + groups[at % 6]} for at in range(120)]
     samples = samples_of([[-1.0]] * 120, [[-3.0] if at % 6 == 1 else [-1.0] for at in range(120)], each=each)
-    flags = "--rs-criterion token:k2:0.5"
-    keep, exclude = (
-        inspect(samples, "--flags", f"{flags} --rs-group {group}", *ANYTHING)["predictions"][0]
-        for group in ("keep", "exclude")
-    )
+    flags = [f"--rs-criterion token:k2:0.5 --rs-group {group}" for group in ("keep", "exclude")]
+    keep, exclude = (inspect(samples, "--flags", words, *ANYTHING)["predictions"][0] for words in flags)
     assert keep["groups_changed"] == 0.5
     assert (keep["kept_positive"], keep["kept_negative"]) == pytest.approx((2 / 3, 1.0))
     # Advantages 1.155, 0, −0.577, −0.577 and ±0.707: what is rejected has none to lose.
     found = (exclude["kept_positive"], exclude["kept_negative"], exclude["noise"])
     assert found == pytest.approx((1.0, 1.0, 1.0), abs=1e-4)
-
-
-# Bounds of the data ---------------------------------------------------------------------------------------------------
 
 
 def kept(packed: mp.PackedSequences, level: str, lower: float, upper: float, growth: float = 0.0) -> float:
@@ -200,39 +192,10 @@ def test_bounds_keep_the_wished_share_and_hardly_more() -> None:
             assert kept(packed, level, lower ** (1 / 1.2), upper ** (1 / 1.2), growth) < found
 
 
-def test_the_picture_holds_every_unit_and_the_bounds_that_are_the_same_at_every_length() -> None:
-    packed = packed_of(BATCH)
-    for settings, level, units, bounds in (
-        ({}, "token", int(packed.loss_mask.sum()), (0.0, math.inf)),
-        ({"use_tis": True}, "token", int(packed.loss_mask.sum()), (0.0, 2.0)),  # truncate has no lower bound
-        ({"use_tis": True, "tis": {"level": "sequence", "mode": "clip"}}, "sequence", len(BATCH), (0.5, 2.0)),
-        ({"use_tis": True, "tis": {"level": "sequence", "mode": "clip", "upper_bound": 2.0, "bound_growth": 0.5}},
-         "sequence", len(BATCH), (0.0, math.inf)),
-        ({"rs": {"criteria": ["sequence_mean:ratio:0.9:1.2"]}}, "geometric", len(BATCH), (0.9, 1.2)),
-    ):  # fmt: skip
-        with ignore_mismatch_warnings():
-            found = histogram(packed, mp.MismatchConfig.build(settings))
-        assert (found.level, sum(found.counts), (found.lower, found.upper)) == (level, units, bounds)
-        assert all(found.edges[0] < math.log(bound) < found.edges[-1] for bound in bounds if 0.0 < bound < math.inf)
-
-
-# What is recommended --------------------------------------------------------------------------------------------------
-
-
 def noise(
-    kl: float,
-    length: int,
-    *,
-    tail: float = 0.0,
-    drift: float = 0.0,
-    stale: bool = False,
-    old: float = 0.0,
-    turns: int = 1,
-    credit: bool = False,
-    tokens: int = 12_000,
-    responses: int = 30,
-    groups: int = 0,
-) -> list[Sample]:
+    kl: float, length: int, *, tail: float = 0.0, drift: float = 0.0, stale: bool = False, old: float = 0.0,
+    turns: int = 1, credit: bool = False, responses: int = 30, groups: int = 0,
+) -> list[Sample]:  # fmt: skip
     """l ~ N(−KL, 2 KL) a token, in responses of length/2 to `length` tokens.
 
     tail: share of tokens with l ~ N(−4.5, 9) instead, as a router that chooses otherwise. drift: share of responses
@@ -241,7 +204,7 @@ def noise(
     turns: of each response. credit: an advantage of its own for each token. groups: how many, with rewards of 0 and 1.
     """
     draw = np.random.default_rng(0)
-    count = max(responses, tokens // length)
+    count = max(responses, 12_000 // length)
     rollout, train, each = [], [], []
     for at in range(count):
         n = length if at == 0 else int(draw.integers(max(1, length // 2), length + 1))
@@ -272,34 +235,24 @@ def noise(
     return samples_of(rollout, train, ids, each=each)
 
 
-PASS, STEP = "--expensive-pass", "--one-step"
+PASS, STEP, BOUNDED = "--expensive-pass", "--one-step", "geo_rs_token_tis, bounds from your data"
 ADVICE: list[tuple[list[Sample], tuple[str, ...], str | None]] = [
     (noise(2e-4, 800), (), "disabled"),
     (noise(2e-4, 800), (PASS,), "ppo_is_bypass"),
-    (noise(2e-4, 800, stale=True), (PASS,), "disabled"),
     (noise(1.5e-3, 2000), (), "token_is"),
     (noise(0.01, 2000), (PASS,), "token_is"),
     (noise(0.01, 50), (), "seq_is"),
     (noise(0.05, 50), (), "token_is"),  # a product of ratios would spread too far
-    (noise(0.01, 120), (), "token_is"),
     (noise(0.01, 50), (STEP, PASS), "pg_is"),
-    (noise(0.01, 500), (STEP, PASS), "token_is"),
-    (noise(0.01, 50), (STEP,), "seq_is"),
     (noise(0.01, 50, stale=True), (), "token_is"),
     (noise(0.005, 400, turns=8), (), "seq_is, tis.level turn"),
     (noise(0.08, 400, turns=8), (), "token_is"),  # each turn is too long
     (noise(0.005, 50, credit=True), (), "prefix_is"),
-    (noise(0.012, 60, credit=True), (), "seq_is"),
     (noise(1e-3, 800, tail=0.01), (), "token_icepop"),
-    (noise(1e-3, 800, tail=0.01, stale=True), (), "token_is"),
-    (noise(0.003, 120, drift=0.02, responses=300), (), "geo_rs_token_tis, bounds from your data"),
+    (noise(0.003, 120, drift=0.02, responses=300), (), BOUNDED),
     (noise(0.005, 400, old=0.03), (), "token_is, max_staleness 1"),
     (noise(0.005, 400, old=0.2), (), "token_is"),  # too many
-    (
-        noise(0.01, 120, drift=0.02, responses=300, groups=20),
-        (),
-        "geo_rs_token_tis, bounds from your data, group exclude",
-    ),
+    (noise(0.01, 120, drift=0.02, responses=300, groups=20), (), f"{BOUNDED}, group exclude"),
     (noise(0.2, 400), (), "token_is"),  # only where it is meant
 ]
 
@@ -323,7 +276,6 @@ def test_the_setting_fits_the_run_and_keeps_what_it_says(number: int) -> None:
     assert item["kept"] == pytest.approx(share, abs=1e-9) and share >= (0.9 if config.rejects else 1.0)
     if expected in ("seq_is", "pg_is", "prefix_is"):
         assert item["ess"] >= 0.5, "a product of ratios leaves half of the data"
-    assert advice["reasons"] and all(" near " in line or "above" in line for line in advice["watch"])
     if "group exclude" in expected:
         assert any("moves the advantages" in reason for reason in advice["reasons"])
         assert "--rs-group exclude" in advice["flags"]["verl"] and "rs.group" in advice["flags"]["miles"]
@@ -335,13 +287,10 @@ def test_the_setting_fits_the_run_and_keeps_what_it_says(number: int) -> None:
 def test_a_strong_mismatch_has_no_setting_unless_it_is_meant_and_advice_says_what_to_watch() -> None:
     strong = noise(0.2, 400)
     assert inspect(strong)["recommendation"] is None
-    advice = advised(len(ADVICE) - 1)["recommendation"]
-    assert "only where it is meant" in advice["reasons"][1]
-    assert not any("find the cause" in reason for reason in advice["reasons"])
+    assert "only where it is meant" in advised(len(ADVICE) - 1)["recommendation"]["reasons"][1]
     number = next(at for at, row in enumerate(ADVICE) if row[2] == "token_icepop")
     advice, packed = advised(number)["recommendation"], packed_of(ADVICE[number][0])
-    text = " ".join(advice["reasons"])
-    assert "single tokens far off" in text and "of the tokens kept" in text
+    assert "single tokens far off" in " ".join(advice["reasons"])
     metrics = dict(line.split(" near ") for line in advice["watch"])
     assert {*metrics} >= {"rollout_corr/accepted_token_fraction", "rollout_corr/k3_kl"}
     reported = mp.correct(packed, settings_of(advice)).statistics.metrics()
@@ -349,9 +298,7 @@ def test_a_strong_mismatch_has_no_setting_unless_it_is_meant_and_advice_says_wha
         assert float(said.split(";")[0]) == pytest.approx(reported[name], rel=0.06), name
 
 
-# The flags that are shown ---------------------------------------------------------------------------------------------
-
-SHOWN = [number for number, row in enumerate(ADVICE) if row[2] not in (other[2] for other in ADVICE[:number])]
+SHOWN = [*{row[2]: number for number, row in enumerate(ADVICE)}.values()]
 """One of each setting."""
 
 

@@ -7,7 +7,6 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,9 @@ from tests.diagnose.door import run, text, told
 
 CONFIG = mp.preset("token_is")
 KL, K3, GAP = "rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/log_ratio_abs_mean"
-WEIGHT, ESS, KEPT, TOKENS, NONE_LEFT = (
-    f"rollout_corr/{name}"
-    for name in ("rollout_is_weight_after_mean", "rollout_is_weight_after_eff_sample_size", "accepted_token_fraction",
-                 "tokens", "all_rejected")
-)  # fmt: skip
+AFTER = "rollout_corr/rollout_is_weight_after"
+WEIGHT, ESS = f"{AFTER}_mean", f"{AFTER}_eff_sample_size"
+KEPT, TOKENS, NONE_LEFT = (f"rollout_corr/{name}" for name in ("accepted_token_fraction", "tokens", "all_rejected"))
 Step = Mapping[str, object]
 
 
@@ -69,8 +66,6 @@ def values(found: dict[str, Any], metric: str = "kl") -> tuple[Any, Any, Any]:
     return row["last step"], row["smallest"], row["largest"]
 
 
-# What is read ---------------------------------------------------------------------------------------------------------
-
 CHART = (
     '\ufeff"Step","run-7 - train/rollout_corr/kl","run-7 - train/rollout_corr/kl__MIN",'
     '"run-7 - train/rollout_corr/kl__MAX"\r\n'
@@ -91,8 +86,6 @@ MINE = {"_runtime": 3.5, "_timestamp": 1.7e9}
         ("a.csv", CHART, (), "kl", (1.5e-5, 1.5e-5, 0.01), 2),
         ("a.csv", TWO, ("--run", "a"), "kl", (0.1, 0.1, 0.1), 1),  # "a" is in "val", too
         ("a.csv", TWO, ("--run", "b - val/"), "kl", (0.3, 0.3, 0.3), 1),
-        ("a.csv", TWO, ("--run", "val/"), "kl", (0.3, 0.3, 0.3), 1),
-        ("a.csv", f"global_step,{KL},actor/{K3}\n1,0.1,0.2\n", (), "k3_kl", (0.2, 0.2, 0.2), 1),  # one run
         ("a.csv", "Step,a - train/mis_kl,b - train/mis_kl\n1,0.1,0.2\n", ("--run", "b"), "kl", (0.2, 0.2, 0.2), 1),
         ("a.jsonl", [{K3: 1e-4, "train/gen_kl_error": 2e-4, "train/mis_k3_kl": 3e-4, "train/tis_abs": 0.1}], (),
          "k3_kl", (1e-4, 1e-4, 1e-4), 1),  # ours come first
@@ -105,9 +98,6 @@ def test_exports_are_read(
     assert values(found, metric) == expected and found["steps"] == steps
 
 
-NOTHING = "no step holds a known metric"
-
-
 @pytest.mark.parametrize(
     ("name", "content", "options", "said"),
     [
@@ -115,16 +105,11 @@ NOTHING = "no step holds a known metric"
         ("a.csv", TWO, ("--run", "c"), "--run c is none of those in"),
         ("a.csv", "Step,a - train/mis_kl,b - train/mis_kl\n1,0.1,0.2\n", (), "holds mis_kl for several runs"),
         ("a.csv", "Step,loss\n1,2\n", (), "Step, loss. The plugin writes none with --mismatch-metrics off"),
-        ("a.csv", "", (), NOTHING),
         ("a.csv", f'"Step,{KL}\n1,0.1\n2,0.2\n', (), "a quote not closed"),
         ("metrics.jsonl", "Step,loss\n1,2\n", (), "metrics.jsonl, line 1 is no step"),
-        ("metrics.jsonl", f'{{"{KL}": 0.1}}\n[1]\n', (), "line 2 is no step"),
-        ("metrics.jsonl", '{"loss": 1}\n', (), NOTHING),
         ("metrics.jsonl", f'{{"{TOKENS}": 0, "{KL}": 0}}\n', (), "no response token"),
-        *(("metrics.jsonl", f'{{"{KL}": 0.1}}\n', (option, value), f"{option} is not for that") for option, value in (
-            ("--max-staleness", "2"), ("--eos-id", "0"), ("--url", "http://localhost:1"), ("--accept", "staleness"))),
+        ("metrics.jsonl", f'{{"{KL}": 0.1}}\n', ("--eos-id", "0"), "--eos-id is not for that"),
         ("metrics.jsonl", f'{{"{KL}": 0.1}}\n', ("--gate-kl", "0"), "the bar of the gate is 0"),
-        ("metrics.jsonl", f'{{"{KL}": 0.1}}\n', ("--flags", "--lr 3"), "--lr is no flag"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_judged_is_one_sentence(
@@ -140,9 +125,7 @@ def test_folders_and_files_that_are_none(tmp_path: Path) -> None:
     assert "holds no step yet" in told(tmp_path)["headline"]
     (tmp_path / "metrics.jsonl").write_text(f'{{"{KL}": 0.1}}\n')
     (tmp_path / "settings.json").write_text("[")
-    assert "settings.json is not valid" in told(tmp_path)["headline"]
-    (tmp_path / "metrics.jsonl").write_text(f'{{"{KL}": 0.1}}', encoding="utf-16")
-    assert "metrics.jsonl is no metrics.jsonl: " in told(tmp_path)["headline"]
+    assert "settings.json cannot be read" in told(tmp_path)["headline"]
 
 
 def test_a_folder_of_charts_is_one_run(tmp_path: Path) -> None:
@@ -150,14 +133,10 @@ def test_a_folder_of_charts_is_one_run(tmp_path: Path) -> None:
     write(tmp_path / "k3.csv", "Step,run-7 - train/mis_k3_kl\n3,0.5\n1,0.25\n2,NaN\n")
     write(tmp_path / "machines.csv", "host,gpus\na,8\n")
     found = told(tmp_path)
-    assert (
-        found["steps"] == 3 and values(found) == (1.5e-5, 1.5e-5, 0.01) and values(found, "k3_kl") == (0.5, 0.25, 0.5)
-    )
+    assert found["steps"] == 3 and values(found, "k3_kl") == (0.5, 0.25, 0.5)
+    assert values(found) == (1.5e-5, 1.5e-5, 0.01)
     write(tmp_path / "again.csv", "train/step,run-7 - train/mis_kl\n1,7\n")
     assert "counts by Step, another by train/step: export all charts" in told(tmp_path)["headline"]
-    for name in ("kl.csv", "k3.csv", "again.csv"):
-        (tmp_path / name).unlink()
-    assert "It has: gpus" in told(tmp_path)["headline"]
 
 
 OTHERS = {
@@ -185,15 +164,11 @@ def test_what_other_trainers_record_is_read_and_judged(tmp_path: Path, trainer: 
         assert "metrics of the trainer itself are read under our names" in found["notes"][0]
 
 
-# TensorBoard ----------------------------------------------------------------------------------------------------------
-
-
-def events(folder: Path, *, start: int = 1, shift: float = 0.0, suffix: str = "", **writing: bool | int | None) -> Path:
+def events(folder: Path, *, start: int = 1, shift: float = 0.0, suffix: str = "", new_style: bool = False) -> Path:
     pytest.importorskip("tensorboard", reason="TensorBoard's files need the extra [lab]")
     from torch.utils.tensorboard.writer import SummaryWriter
 
-    new_style = bool(writing.pop("new_style", False))
-    with SummaryWriter(str(folder), filename_suffix=suffix, **writing) as writer:  # pyright: ignore[reportArgumentType]
+    with SummaryWriter(str(folder), filename_suffix=suffix) as writer:
         for step in range(start, start + 3):
             writer.add_scalar(f"train/{KL}", 0.25 * step + shift, step, new_style=new_style)
             writer.add_scalar("reward", 1.0, step)
@@ -203,22 +178,21 @@ def events(folder: Path, *, start: int = 1, shift: float = 0.0, suffix: str = ""
     return folder
 
 
-@pytest.mark.parametrize("new_style", [False, True])
-def test_tensorboard_events(tmp_path: Path, new_style: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = events(tmp_path / "logs" / "run", new_style=new_style)
+def test_tensorboard_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = events(tmp_path / "logs" / "run")
     for given in (tmp_path, folder, next(folder.iterdir())):
         found = told(given)
         assert values(found) == (0.75, 0.25, 0.75) and found["steps"] == 3
-    events(tmp_path / "other")
+    other = told(events(tmp_path / "other", new_style=True))
+    assert values(other) == (0.75, 0.25, 0.75) and other["steps"] == 3
     assert "events of 2 runs: give one of logs/run, other" in told(tmp_path)["headline"]
     (path,) = folder.iterdir()
     whole = path.read_bytes()
     for data, steps in ((whole[:-5], 3), (whole[:240], 1)):  # a kill cut it: it is read up to there
         path.write_bytes(data)
         assert told(folder)["steps"] == steps
-    for data in (b"no events at all", b""):
-        path.write_bytes(data)
-        assert "holds no events with a number" in told(folder)["headline"]
+    path.write_bytes(b"no events at all")
+    assert "holds no events with a number" in told(folder)["headline"]
     monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_accumulator", None)
     said = "tensorboard is not installed: pip install 'mismatch-plugin[lab]'"
     assert said in told(tmp_path / "other")["headline"]
@@ -228,32 +202,22 @@ def test_of_a_resumed_run_what_it_went_back_over_does_not_count(tmp_path: Path) 
     for name, start, shift, steps, expected in (
         ("apart", 4, 0.0, 6, (1.5, 0.25, 1.5)),
         ("overlap", 3, 5.0, 5, (6.25, 0.25, 6.25)),
-        ("back", 1, 5.0, 3, (5.75, 5.25, 5.75)),
     ):
         events(tmp_path / name, suffix=".a")  # 1, 2, 3
         found = told(events(tmp_path / name, start=start, shift=shift, suffix=".b"))
         assert found["steps"] == steps and values(found) == expected, name
 
 
-# How large it is, and what is left of it ------------------------------------------------------------------------------
-
-
 def test_a_sound_run_and_one_whose_tokens_all_shift(judge: Any) -> None:
     sound = judge([metrics(0.0)] * 12, *TOKEN_IS)
     assert sound["sound"] and (sound["verdict"], sound["status"]) == ("normal", 0)
-    assert sound["data"] == (
-        "small mismatch, as of two engines in one precision: k3_kl 0, |kl| 0 nats per token over the last 10 steps."
-    )
+    assert sound["data"].startswith("small mismatch, as of two engines in one precision: k3_kl 0, |kl| 0 nats")
     assert sound["correction"] == "holds (tokens kept 1, mean weight 1, effective sample size 1)."
     unsound = judge([metrics(0.0)] * 12 + [metrics(-0.9)] * 12, *TOKEN_IS)
     assert (unsound["steps"], unsound["judged"], unsound["verdict"], unsound["status"]) == (24, 10, "fault", 1)
-    assert unsound["data"] == (
-        "large mismatch: k3_kl 0.31, |kl| 0.9 nats per token over the last 10 steps. No correction repairs a shift "
-        "that all tokens share: find the cause with mismatch-plugin inspect DUMP."
-    )
-    assert unsound["trend"].startswith(
-        "k3_kl has grown since about step 13, from 0 to 0.31 nats per token; |kl| has grown"
-    )
+    assert unsound["data"].startswith("large mismatch: k3_kl 0.31, |kl| 0.9 nats per token over the last 10 steps.")
+    assert "No correction repairs a shift that all tokens share: find the cause" in unsound["data"]
+    assert unsound["trend"].startswith("k3_kl has grown since about step 13, from 0 to 0.31 nats per token; |kl|")
     assert unsound["correction"] == "does not hold (tokens kept 1, mean weight 0.41, effective sample size 1)."
     found = {one["fault"]: one for one in unsound["findings"]}
     assert {*found} == {"kl", "rollout_is_ratio_mean", "rollout_is_weight_after_mean", "growth"}
@@ -271,7 +235,6 @@ def test_what_was_not_recorded_is_no_figure(judge: Any) -> None:
     assert found["correction"] == "holds (mean weight 0.9)."
     assert (found["verdict"], found["status"]) == ("undecided", 3)
     assert found["trend"] == "none in 30 steps (KL not recorded)."
-    assert judge([{KL: 0.0}] * 3, *TOKEN_IS)["correction"] == "not judged: nothing was recorded."
 
 
 def test_a_step_that_rejected_everything_has_no_weight_and_one_without_tokens_says_nothing(judge: Any) -> None:
@@ -312,8 +275,6 @@ def test_a_correction_that_works_is_sound_on_data_that_are_not(judge: Any) -> No
         assert "large mismatch" in found["data"] and found["sound"] is sound
         assert "chi2_token" in [one["fault"] for one in found["findings"]]
         assert found["correction"].startswith("holds (tokens kept 1, mean weight 1," if sound else "none: the loss")
-    dry = judge(steps, "--flags", "--use-tis --mismatch-dry-run")
-    assert dry["correction"].startswith("reported only (dry run)")
     shifted = judge([metrics(math.log(0.7))] * 3, *TOKEN_IS)  # weights hold at ρ = .7 everywhere; somebody's fault
     assert shifted["correction"].startswith("holds") and not shifted["sound"]
     assert "No correction repairs a shift" in shifted["data"]
@@ -331,15 +292,12 @@ def test_a_run_is_gated(tmp_path: Path) -> None:
     sound = write_run(tmp_path / "run", [9e-4, *[6e-4] * 10])  # of which the last ten are judged
     few = write_run(tmp_path / "few", [6e-4] * 10, tokens=9.0)
     untold = write_run(tmp_path / "untold", [6e-4] * 10, tokens=None)  # by k3 alone
-    of_kl = write(tmp_path / "kl.jsonl", [{KL: 0.0}] * 3)
     for path, options, status, said in (
         (sound, (), 0, ""),
         (sound, ("--gate",), 0, "gate: passed: k3_kl 0.0006, bar 0.001 nats per token"),
         (sound, ("--gate-kl", "1e-4"), 1, "gate: FAILED: k3_kl 0.0006, bar 0.0001 nats per token"),
         (few, ("--gate",), 3, "gate: not decided, too few tokens or no k3_kl"),
         (untold, ("--gate",), 0, "gate: passed"),
-        (untold, ("--gate-kl", "5e-4"), 1, "gate: FAILED"),
-        (of_kl, ("--gate",), 3, "gate: not decided, too few tokens or no k3_kl"),
     ):
         result = run(path, "--no-report", *options)
         assert result.exit_code == status and said in result.output and ("gate:" in result.output) == bool(options)
@@ -353,8 +311,7 @@ def test_settings_are_those_of_the_run_or_those_that_are_given(tmp_path: Path) -
     said = text(path, "--no-report", columns=200)
     assert "correction: not judged, since the run's settings are not known: give them with --config" in said
     write(tmp_path / "settings.yaml", "preset: token_is\n")
-    for given in (TOKEN_IS, ("--flags", "--use-tis --tis-upper-bound 3"), ("--config", tmp_path / "settings.yaml")):
-        assert "correction: holds" in text(path, "--no-report", *given)
+    assert "correction: holds" in text(path, "--no-report", "--config", tmp_path / "settings.yaml")
     # A preset may hold a threshold that only sets a metric, which is refused where it is given by hand.
     write_step(tmp_path / "run", mp.preset("ppo_is_bypass", threshold=3.0), metrics(0.0))
     assert told(tmp_path / "run")["status"] == 0
@@ -362,13 +319,9 @@ def test_settings_are_those_of_the_run_or_those_that_are_given(tmp_path: Path) -
     (tmp_path / "lab").mkdir()
     line = {"step": 1, "reward": 0.5, "metrics": {KL: 0.05, WEIGHT: 1.0}, "seconds": {"train": 0.1}}
     write(tmp_path / "lab" / "metrics.jsonl", [{"step": 0, "held_out": 0.1}, line])
-    (tmp_path / "lab" / "config.json").write_text(
-        json.dumps({"settings": {}, "mismatch": CONFIG.model_dump(mode="json")})
-    )
+    config = {"settings": {}, "mismatch": CONFIG.model_dump(mode="json")}
+    (tmp_path / "lab" / "config.json").write_text(json.dumps(config))
     assert told(tmp_path / "lab")["correction"].startswith("holds")
-
-
-# Growth ---------------------------------------------------------------------------------------------------------------
 
 
 def drawn(steps: int, seed: int, memory: float = 0.0, spread: float = 0.2) -> np.ndarray:
@@ -390,7 +343,6 @@ def test_a_flat_run_has_no_trend(memory: float, judge: Any) -> None:
         drawn(150, 0) - 0.02 * np.arange(150),  # falls
         drawn(400, 3, spread=0.05) + 0.3 * (np.arange(400) >= 200),  # little
         np.full(50, -8.0),
-        np.full(50, -np.inf),  # aligned kernels
         np.linspace(-8.0, -2.0, 19),  # too few
     ):
         assert judge(exp(quiet))["trends"] == []
@@ -402,7 +354,7 @@ SINCE = np.maximum(np.arange(120) - 59.0, 0.0)
 SHAPES = (0.06 * SINCE, 3.0 * (SINCE > 0), np.log1p(10 * SINCE), np.log1p(SINCE))
 
 
-@pytest.mark.parametrize(("shape", "metric"), [*product(range(4), (KL, K3, GAP))])
+@pytest.mark.parametrize(("shape", "metric"), [(0, KL), (1, K3), (2, GAP), (3, K3)])
 def test_growth_is_named_whichever_metric_shows_it(shape: int, metric: str, judge: Any) -> None:
     for memory in (0.0, 0.5):
         (found,) = judge(exp(drawn(120, shape, memory) + SHAPES[shape], metric))["trends"]
@@ -420,26 +372,6 @@ def test_a_kl_that_grows_under_a_k3_that_stays_is_told_and_steps_are_put_in_orde
     (trend,) = found["trends"]
     assert trend["metric"] == "kl" and found["verdict"] == "large" and not found["sound"]
     assert found["trend"].startswith("|kl| has grown ") and found["trend"].endswith("nats per token.")
-    grown = judge([{K3: 5e-5 * 6.0 ** (step > 100)} for step in range(200)])  # six times is no fault
-    assert grown["sound"] and grown["verdict"] == "normal" and "has grown" in grown["trend"]
-
-
-# Screen and pictures --------------------------------------------------------------------------------------------------
-
-
-def test_the_verdict_comes_first_and_fits_one_screen(tmp_path: Path) -> None:
-    rollout = [torch.full((30,), -3.0, dtype=torch.float64)] * 8
-    old = [row + 0.1 * torch.randn(30, generator=torch.Generator().manual_seed(0)) for row in rollout]
-    packed = mp.PackedSequences.from_lists(rollout_log_probs=rollout, old_log_probs=old, loss_masks=[[1] * 30] * 8)
-    step = mp.correct(packed, CONFIG).statistics.metrics()
-    path = write(tmp_path / "a.jsonl", [{"step": at, **step} for at in range(30)])
-    result = run(path, "--no-report", columns=80)
-    lines = result.output.splitlines()
-    assert result.exit_code == 0 and len(lines) <= 24, result.output
-    begins = ("data: ", "correction: ", "trend: ", "30 steps")
-    starts = [next(i for i, line in enumerate(lines) if line.startswith(start)) for start in begins]
-    assert starts == sorted(starts) and starts[0] == 0
-    assert "rollout_is_std" not in result.output and "more metrics: --json" in lines[-1]
 
 
 def test_inspect_draws_what_is_there_and_the_verdict_does_not_need_it(
@@ -458,12 +390,8 @@ def test_inspect_draws_what_is_there_and_the_verdict_does_not_need_it(
     assert (tmp_path / "p" / "six_panels.png").read_bytes().startswith(b"\x89PNG")
     assert found["source"] == str(own / "metrics.jsonl")
     assert "picture" not in run(own, "--no-report").output
-    blocked = run(own, "--out", own / "settings.json")
-    assert f"no picture: {own}/settings.json cannot be written" in blocked.output
     monkeypatch.delitem(sys.modules, "mismatch_plugin.diagnose.panels")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     without = run(own)
     assert "pip install 'mismatch-plugin[lab]'" in without.output
-    assert blocked.exit_code == without.exit_code == result.exit_code
-    write(tmp_path / "settings.json", '{"unrelated": 1}')
-    assert "since the run's settings are not known" in text(write(tmp_path / "chart.csv", CHART))
+    assert without.exit_code == result.exit_code

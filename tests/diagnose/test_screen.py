@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from mismatch_plugin.cli import app
 from mismatch_plugin.data.files import write_samples
 from mismatch_plugin.data.sample import Sample
-from tests.diagnose.door import noisy, run, samples_of, text, told
+from tests.diagnose.door import noisy, run, text, told
 
 GOLDEN = Path(__file__).with_name("screens")
 SPREAD = {"fault": 0.8, "large": 0.06, "normal": 0.01, "undecided": 0.01}
@@ -57,10 +57,8 @@ def test_the_verdict_comes_first_and_nothing_is_wider_than_the_terminal(
     lines = [line.rstrip() for line in result.output.splitlines()]
     assert len(lines) <= 44 and lines[0].startswith(FIRST[verdict] + ": ")
     copied = ("Report: ", "mismatch-plugin inspect", "python -m", "ray job", "RUN")
-    if charset == "utf-8":
-        assert (
-            max(cell_len(line) for line in lines if not line.startswith(copied) and "--mismatch" not in line) <= width
-        )
+    wrapped = [line for line in lines if not line.startswith(copied) and "--mismatch" not in line]
+    assert charset == "ascii" or max(map(cell_len, wrapped)) <= width
     said = " ".join(" ".join(lines).split())
     assert said.index("Is this normal?") < said.index("size") and lines[-1].endswith("dump_inspect/report.html")
     assert ("Recommended: " in said) == ("kept" in said) == (verdict in ("large", "normal"))
@@ -73,25 +71,10 @@ def test_flags_are_of_the_dump_s_trainer_or_the_host_and_stay_whole(here: Path) 
     write_samples(here / "dump.jsonl", of_verdict("large"))
     flags = told("dump.jsonl")["recommendation"]["flags"]
     for host in ("slime", "verl", "prime-rl", "python"):
-        lines = [
-            line.rstrip() for line in run("dump.jsonl", "--no-report", "--host", host, columns=80).output.splitlines()
-        ]
+        shown = run("dump.jsonl", "--no-report", "--host", host, columns=80).output
+        lines = [line.rstrip() for line in shown.splitlines()]
         assert all(line in lines for line in flags[host].splitlines())
         listed = " ".join(lines).partition(" (--host ")[2].partition(" for the others")[0]
         assert " ".join(listed.split()).split(", ") == [other for other in flags if other != host]
     said = text("dump.jsonl", "--no-report")  # nobody's launch line
     assert "Flags, for any trainer (--host slime, " in said and "ray job" not in said
-
-
-def test_the_own_settings_and_the_recommended_ones_are_marked_and_numbers_are_short(here: Path) -> None:
-    """Of the predictions, the recommended setting, the user's own, and the best of each other algorithm."""
-    write_samples(here / "dump.jsonl", of_verdict("large"))
-    own = "--use-tis --tis-level geometric --tis-mode clip --tis-lower-bound 0.9991234 --tis-upper-bound 1.001234"
-    lines = run("dump.jsonl", "--no-report", "--flags", own, columns=100).output.splitlines()
-    said = " ".join(" ".join(lines).split())
-    assert "alg: docs/algorithms.md" in said
-    assert "the setting's own ratios. Token weights have one of their own" in said and "ESS of geometric ratios" in said
-    assert "yours" in said and "recommended" in said.lower()
-    far = [[-2.0, -2.0 + 3.0, -1.5] for _ in range(60)]
-    write_samples(here / "dump.jsonl", samples_of([[-2.0, -2.0, -1.5]] * 60, far))
-    assert "e+" not in text("dump.jsonl", "--no-report")  # numbers are short

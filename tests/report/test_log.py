@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import math
@@ -23,7 +22,6 @@ from mismatch_plugin.report.log import log_step, read_steps, validate_same_setti
 
 CONFIG = mp.MismatchConfig()
 STEP = {"rollout_corr/kl": 0.1}
-DEEP = "[" * 100_000
 
 
 def numbers(folder: Path) -> list[float]:
@@ -37,8 +35,6 @@ def numbers(folder: Path) -> list[float]:
         ('{"step": 4}\n{"step": 5, "metrics": {"a": 1}', 5),  # a kill cut the last line
         ('{"step": 4}\n\n  \n', 5),
         ('{"a": 1}\n{"a": 2}\n{"a": {"b": 1}', 3),  # of a version that wrote none
-        ('{"step": 3.0}\n', 4),
-        ('{"step": 12}\n{"step": ' + DEEP + "\n", 13),
     ],
 )
 def test_numbers_go_on_after_what_is_in_the_file(tmp_path: Path, before: str, step: int) -> None:
@@ -69,7 +65,7 @@ def test_steps_come_back_as_written_and_those_of_other_settings_are_refused(tmp_
         numbers(tmp_path / "other.jsonl")
 
 
-@pytest.mark.parametrize("line", ['"step": 5}', "[1]", '{"a": ' + DEEP + "]" * 100_000 + "}", f'{{"a": 1{"0" * 400}}}'])
+@pytest.mark.parametrize("line", ['"step": 5}', "[1]"])
 def test_a_line_that_a_kill_cut_is_left_out_and_one_that_is_no_step_is_refused(line: str, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "state": {"a": 1}\n{"step": 3, "x\n{"step": 4}\n')
@@ -110,43 +106,21 @@ def test_a_folder_has_one_live_run(tmp_path: Path) -> None:
     assert numbers(folder)[-1] == 2
 
 
-def test_asking_holds_nothing_and_a_disk_without_locks_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    validate_same_settings(tmp_path / "run", CONFIG)
-    assert not (tmp_path / "run").exists()
-    fcntl = pytest.importorskip("fcntl", reason="on Linux")
-
-    def no_locks(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    validate_same_settings(tmp_path / "run", CONFIG, holds=True)
-    write_step(tmp_path / "run", CONFIG, STEP)
-    assert numbers(tmp_path / "run") == [1]
-
-
 def test_a_hook_warns_once_and_goes_on_where_metrics_cannot_be_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    deep: Any = 0.1
-    for _ in range(100_000):
-        deep = [deep]
     write_step(tmp_path / "seq", mp.preset("seq_is"), STEP)
     with caplog.at_level(logging.WARNING, logger="mismatch_plugin"):
         for _ in range(3):
             log_step(tmp_path / "file", CONFIG, STEP)
             log_step(tmp_path / "seq", CONFIG, STEP)  # the folder of another run
-            log_step(tmp_path / "deep", CONFIG, {"rollout_corr/kl": deep})
-    assert len(caplog.records) == 3 and f"training goes on (said once for {tmp_path}" in caplog.records[0].message
-    assert "recursion" in caplog.records[2].message
+    assert len(caplog.records) == 2 and f"training goes on (said once for {tmp_path}" in caplog.records[0].message
     with pytest.raises(OSError, match="file"):  # a loop of one's own is told at once
         write_step(tmp_path / "file", CONFIG, STEP)
     (tmp_path / "file").unlink()
-    for name in ("file", "deep"):  # it is tried again at every step
-        log_step(tmp_path / name, CONFIG, STEP)
-        assert numbers(tmp_path / name) == [1]
+    log_step(tmp_path / "file", CONFIG, STEP)  # it is tried again at every step
+    assert numbers(tmp_path / "file") == [1]
 
 
 def test_a_disk_that_hangs_does_not_hold_training(

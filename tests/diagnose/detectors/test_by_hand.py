@@ -10,10 +10,7 @@ import pytest
 
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.data.versions import WeightSpan
-from tests.diagnose.detectors.calibration import CASES, HELD_OUT, STATISTICS, Statistic, planted_batch
 from tests.diagnose.door import INF, NAN, faults, findings, inspect, named, samples_of, wave
-from tests.full import full_only
 
 WAVES = [wave(30, phase) for phase in range(8)]
 Found = list[dict[str, Any]]
@@ -44,15 +41,12 @@ def says(found: Found, fault: str, **expected: Any) -> None:
         assert have[name] == (pytest.approx(value, abs=0.02) if isinstance(value, float) else value), (name, item)
 
 
-# Numbers, places, lengths ---------------------------------------------------------------------------------------------
-
 IDS = [[*range(1000 * at + 100, 1000 * at + 130)] for at in range(8)]
 LIKELY = [[0.0] * 100 + [-0.001] * 100]
 FLOORED = [-0.5, -6.0, -7.5, -5.2, -9.0, -1.0] + [-1.5, -2.5] * 6
 TRUE: dict[str, tuple[list[Sample], str, dict[str, Any]]] = {
     "null": (samples_of(put(WAVES, 1, 2, None), WAVES), "missing", {"side": "rollout", "sample": 1, "position": 2}),
     "-inf": (samples_of(WAVES, put(WAVES, 7, 29, -INF)), "floor", {"side": "training", "position": 29}),
-    "zeros": (samples_of([[0.0, -1.0, -2.0]], [[-3.5, -1.0, -2.0]]), "zero_fill", {"side": "rollout", "tokens": 1}),
     "a clamp": (samples_of([[max(x, -5.0) for x in FLOORED]], [FLOORED]), "floor", {"side": "rollout", "tokens": 4}),
     "the first dropped": (
         samples_of([row[1:] for row in WAVES], WAVES),
@@ -65,10 +59,6 @@ TRUE: dict[str, tuple[list[Sample], str, dict[str, Any]]] = {
         samples_of(WAVES[:2], WAVES[:2], each=[{}, {"trained_ids": [*IDS[1][:2], 99, *IDS[1][3:]]}]),
         "token_ids", {"sample": 1, "position": 2, "tokens": 1},
     ),
-    "another prompt": (
-        samples_of(WAVES[:2], WAVES[:2], each=[{}, {"trained_prompt_ids": [0, 1, 2, 3]}]),
-        "prompt_ids", {"samples": 1, "said": "prompt position 0"},
-    ),
     "late by one": (samples_of(WAVES, moved(1, [*range(8)])), "shift_by_one", {"samples": 8, "lag": 1.0}),
     "early by eight": (samples_of(WAVES, moved(-8, [0, 4])), "boundary", {"samples": 2, "lag": -8.0}),
     "swapped, lengths differ": (
@@ -77,13 +67,8 @@ TRUE: dict[str, tuple[list[Sample], str, dict[str, Any]]] = {
                    [[*range(100 * p, 100 * p + n)] for p, n in enumerate((20, 20, 26, 31))]),
         "swapped_samples", {"said": "0→1, 1→0, 2→3, 3→2"},
     ),
-    "one more": (samples_of(WAVES[:1], [[*WAVES[0], -4.0]], IDS[:1]), "eos_appended", {}),
     "one more, and its id": (
         samples_of([[-1.0, -2.0]], [[-1.0, -2.0, -3.0]], [[5, 6, 2]]), "eos_appended", {"said": "id 2"},
-    ),
-    "three before": (samples_of(WAVES[:1], [[-1.0, -2.0, -0.5, *WAVES[0]]], IDS[:1]), "boundary", {"lag": 3.0}),
-    "negated, a null stays one": (
-        samples_of(put([[-x for x in row] for row in WAVES], 0, 1, None), WAVES), "sign", {"side": "rollout"},
     ),
     "base 10": (
         samples_of(WAVES, (np.array(WAVES) / math.log(10)).tolist()), "log_base", {"side": "training", "base": 10.0},
@@ -95,20 +80,10 @@ TRUE: dict[str, tuple[list[Sample], str, dict[str, Any]]] = {
 def test_a_fault_of_values_is_named_with_its_place(case: str) -> None:
     samples, fault, expected = TRUE[case]
     found = inspect(samples, "--brief")
-    assert faults(found["findings"])[:1] == [fault] or "null stays" in case
+    assert faults(found["findings"])[:1] == [fault]
     says(found["findings"], fault, **expected)
-    undone = fault in ("shift_by_one", "boundary", "swapped_samples", "sign", "probabilities", "log_base")
-    if undone and "null" not in case:
+    if fault in ("shift_by_one", "boundary", "swapped_samples", "log_base"):
         assert found["fixed"]["abs_max"] < 1e-12
-
-
-@pytest.mark.parametrize("fill", [0.0, None])
-def test_a_filled_last_token_is_an_appended_eos_where_its_id_ends_responses(fill: float | None) -> None:
-    rollout, train = [[-1.0, -2.0, fill], [-1.5, fill], [-1.0] * 3], [[-1.0, -2.0, -6.0], [-1.5, -4.0], [-1.0] * 3]
-    says(findings(samples_of(rollout, train, [[5, 6, 2], [7, 2], [8, 9, 10]])), "eos_appended", samples=2)
-    other = samples_of(rollout, train, [[5, 6, 2], [7, 3], [8, 9, 10]])  # two ids, neither known to end a response
-    assert "eos_appended" not in faults(findings(other))
-    assert faults(findings(other, "--eos-id", 2, "--eos-id", 3)) == ["eos_appended"]
 
 
 def test_two_faults_at_once_are_both_named_and_an_accepted_one_does_not_count() -> None:
@@ -118,22 +93,6 @@ def test_two_faults_at_once_are_both_named_and_an_accepted_one_does_not_count() 
     found = inspect(late, "--brief", "--accept", "missing", "--accept", "shift_by_one")
     assert faults(found["findings"]) == [] and (found["status"], len(found["findings"])) == (0, 2)
 
-
-@pytest.mark.parametrize(("tokens", "verdict"), [(99, "undecided"), (100, "normal")])
-def test_too_few_tokens_decide_nothing(tokens: int, verdict: str) -> None:
-    values = wave(tokens)
-    found = inspect(samples_of([values], [[value + 0.001 for value in values]]), "--brief")
-    assert found["verdict"] == verdict and found["status"] == {"undecided": 3, "normal": 0}[verdict]
-    assert inspect(samples_of([values], [[None] * tokens]), "--brief")["verdict"] == "fault"
-
-
-def test_records_alone_are_checked_as_far_as_they_go() -> None:
-    found = inspect(samples_of([[-1.0, NAN]]), "--brief")
-    assert faults(found["findings"]) == ["nan"] and "temperature" in found["undecided"][0]["faults"]
-    assert found["mismatch"] is None and found["one_sided"]
-
-
-# What is none of it ---------------------------------------------------------------------------------------------------
 
 DRAW = np.random.default_rng(0)
 FAR = -DRAW.exponential(2.0, (2, 12, 24))
@@ -152,11 +111,14 @@ def unlikely_at(temperature: float, noise: float) -> list[float]:
 
 
 FALSE: dict[str, tuple[list[Sample], str]] = {
+    "zeros at the end, of ids that end nothing": (
+        samples_of([[-1.0, -2.0, 0.0], [-1.5, 0.0]], [[-1.0, -2.0, -6.0], [-1.5, -4.0]], [[5, 6, 2], [7, 3]]),
+        "eos_appended",
+    ),
     "masked tokens": (samples_of([[None, *WAVES[0][1:]]], [[NAN, *WAVES[0][1:]]], loss_mask=[0] + [1] * 29), "missing"),
     "rounding above zero": (samples_of([[0.05, -60.0, 0.0]], [[-0.1, -58.0, 0.0]]), "positive"),
     "certain tokens": (samples_of([[0.0, 0.0, -1.0]], [[-0.2, -1e-6, -1.0]]), "zero_fill"),
     "zeros among likely tokens": (samples_of(LIKELY, [([-4.0] + [-0.01] * 99) * 2]), "zero_fill"),
-    "repeated contexts": (samples_of([[-0.5, -5.0, -5.0, -5.0]], [[-0.5, -5.1, -5.1, -5.1]]), "floor"),
     "two sides far apart": (samples_of(*FAR.tolist()), "swapped_samples"),
     "constant log-probs": (samples_of([[-0.5] * 50], [[-0.9] * 50]), "shift_by_one"),
     # At temperature ln 2 unlikely tokens are proportional by the factor of base 2; likely ones are not.
@@ -166,10 +128,9 @@ FALSE: dict[str, tuple[list[Sample], str]] = {
     ),
     **{
         f"a temperature near a base, {at}": (samples_of([unlikely_at(1.0, 0.0)], [unlikely_at(at, noise)]), "log_base")
-        for at, noise in ((0.72, 0.0), (0.67, 0.02), (1.39, 0.02), (1.5, 0.0))
+        for at, noise in ((0.67, 0.02), (1.39, 0.02))
     },
     "noise alone": (samples_of([P.tolist()], [(P + NOISE).tolist()]), "temperature"),
-    "noise leaves the sides related": (samples_of([P.tolist()], [(P + 2 * NOISE).tolist()]), "unrelated"),
     "values near 0": (samples_of(TINY, TINY), "bf16"),
 }
 
@@ -185,14 +146,8 @@ def test_what_too_few_tokens_cannot_tell_is_undecided() -> None:
     found = inspect(few, "--brief")
     undecided = {fault: item["reason"] for item in found["undecided"] for fault in item["faults"]}
     assert {"temperature", "penalty", "truncation"} <= {*undecided}
-    found = inspect(samples_of([P.tolist()], [P.tolist()]), "--brief")
-    undecided = {fault: item["reason"] for item in found["undecided"] for fault in item["faults"]}
-    assert "0 of 160 occurred before" in undecided["penalty"]
     found = inspect(samples_of([wave(20)], [wave(20)]), "--brief")
     assert "20, 40 needed" in {f: i["reason"] for i in found["undecided"] for f in i["faults"]}["shift_by_one"]
-
-
-# Temperatures, filters, penalties -------------------------------------------------------------------------------------
 
 
 def at(temperature: float) -> SamplingParameters:
@@ -203,26 +158,8 @@ def at(temperature: float) -> SamplingParameters:
 def test_a_temperature_is_the_slope_of_centred_log_probs(recorded: float, side: str) -> None:
     half = P / 2 - math.log(math.sqrt(0.5) + math.sqrt(0.25) + 2 * math.sqrt(0.125))
     found = findings(samples_of([P.tolist()], [half.tolist()], sampling=at(recorded)))
-    says(
-        found, "temperature", side=side, slope=0.5, temperature_ratio_low=2.0, temperature_ratio_high=2.0, explained=1.0
-    )
-
-
-@pytest.mark.parametrize(("trainer_at", "side"), [(0.7, "rollout"), (1.0, "both")])
-@pytest.mark.parametrize("is_told", [True, False])
-def test_temperatures_that_the_records_tell(trainer_at: float, side: str, is_told: bool) -> None:
-    """q of temperature .7 is p to the power 1/.7, normalised."""
-    raw = np.log(np.array([0.5, 0.25, 0.125, 0.125]))
-    sharp = raw / trainer_at - np.log(np.exp(raw / trainer_at).sum())
-    drawn = np.random.default_rng(0).choice(4, 400, p=np.exp(raw / 0.7) / np.exp(raw / 0.7).sum())
-    more: dict[str, Any] = {"trainer_temperature": trainer_at} if is_told else {}
-    rows = [raw[drawn].tolist()], [sharp[drawn].tolist()]
-    found = findings(samples_of(*rows, sampling=at(0.7), log_probs_of="raw", **more))
-    says(found, "temperature", side=side, confidence="certain", said="processed_logprobs")
-    assert ("Divide the trainer" in found[0]["fix"]) == (side == "both")
-    assert "temperature" not in faults(findings(samples_of(rows[0], rows[0], sampling=at(1.0), log_probs_of="raw")))
-    found = findings(samples_of([[-1.0]], [[-1.0]], trainer_temperature=0.7))
-    says(found, "temperature", said="of temperature 1, the trainer's of 0.7")
+    ratios = {"temperature_ratio_low": 2.0, "temperature_ratio_high": 2.0}
+    says(found, "temperature", side=side, slope=0.5, explained=1.0, **ratios)
 
 
 WHOLE = P[math.log(0.2) < P]
@@ -249,14 +186,11 @@ def test_filters_that_one_side_does_not_follow(
     rollout: Any, train: Any, fields: dict[str, Any], side: str | None, confidence: str | None
 ) -> None:
     found = findings(samples_of([rollout.tolist()], [train.tolist()], **fields))
-    assert [(item["side"], item["confidence"]) for item in found if item["fault"] == "truncation"] == (
-        [(side, confidence)] if side else []
-    )
+    sides = [(item["side"], item["confidence"]) for item in found if item["fault"] == "truncation"]
+    assert sides == [(side, confidence)] * bool(side)
     if side and not fields:
         says(found, "truncation", missing_mass=0.25)
 
-
-# Where in a response --------------------------------------------------------------------------------------------------
 
 SAMPLES, TOKENS = 24, 60
 AT = np.arange(TOKENS)
@@ -284,9 +218,6 @@ def scaled(scale: Any, every: int = 1, **fields: Any) -> list[Sample]:
         (scaled(DECAY, trained_prompt_ids=[1, 2, 3]), "possible", "flush_cache"),
         (scaled(8 + 40 * np.exp(-AT / 10), every=3), "likely", f"{SAMPLES // 3} "),
         (scaled(LACKS, each=PROMPTS), "possible", ("after shorter prompts", "lack a system prompt")),
-        (scaled(LACKS), None, ""),  # prompts of one length tell nothing
-        (scaled(1 + 3 * AT / TOKENS), None, ""),
-        (scaled(np.full(TOKENS, 20.0), every=3), None, ""),
         (scaled(DECAY / 40), None, ""),
     ],
 )
@@ -296,44 +227,3 @@ def test_another_prompt_shows_where_responses_begin(samples: list[Sample], confi
     assert (item and item["confidence"]) == confidence
     if confidence:
         says(found, "wrong_prompt", said=said)
-
-
-def retokenised(row: int | None, first: int, last: int = TOKENS, **fields: Any) -> list[Sample]:
-    """The training side of a row, or of all, is that of other, unlikely ids."""
-    draw = np.random.default_rng(0)
-    rollout = -draw.exponential(1.5, (12, TOKENS)) - 0.06
-    train = rollout + draw.normal(0, 0.02, rollout.shape)
-    where = ((np.arange(12)[:, None] == row) | (row is None)) & (first <= AT) & (last > AT)
-    train = np.where(where, -draw.exponential(4.0, rollout.shape) - 0.06, train)
-    return samples_of(rollout.tolist(), train.tolist(), **fields)
-
-
-CHANGED = [WeightSpan(version="0", start=0, end=30), WeightSpan(version="1", start=30, end=TOKENS)]
-
-
-@pytest.mark.parametrize(
-    ("samples", "expected"),
-    [
-        (retokenised(3, 15), {"samples": 1, "sample": 3, "to_the_end": 1.0}),
-        (retokenised(5, 20, 36), {"to_the_end": 0.0, "said": "for a stretch"}),
-        (retokenised(3, 40, weight_versions=CHANGED), {"samples": 1}),
-        (retokenised(None, 30), {"samples": 12}),
-        (retokenised(None, 30, weight_versions=CHANGED), None),  # the weights changed there
-        (retokenised(3, 55), None),  # too short to be clear
-        (retokenised(4, 0), None),  # far from the first token on
-    ],
-)
-def test_ids_that_are_others_from_some_place_on(samples: list[Sample], expected: dict[str, Any] | None) -> None:
-    found = findings(samples)
-    assert (named(found, "retokenised") is not None) == (expected is not None), found
-    if expected:
-        says(found, "retokenised", **expected)
-
-
-@full_only
-@pytest.mark.parametrize("one", STATISTICS, ids=lambda one: f"{one.fault}-{one.constant}-{one.name}")
-def test_calibration_measures_what_the_constant_judges(one: Statistic) -> None:
-    constant = getattr(one.module, one.constant)
-    strong = [run for run in HELD_OUT if CASES[run.case].fault == one.fault and run[1:] == ("strong", "qwen3", 0)]
-    assert max(one.of(planted_batch(run)) for run in strong) >= constant
-    assert getattr(one.module, one.constant) == constant  # opened for the measurement alone

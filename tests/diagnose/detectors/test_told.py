@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from mismatch_plugin.data.arrays import Ints
-from mismatch_plugin.data.files import write_samples
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.data.served import LastUpdate, Served, ServedKV, ServedWeights
 from mismatch_plugin.data.versions import WeightSpan
-from tests.diagnose.door import faults, findings, inspect, named, run, samples_of
+from tests.diagnose.door import faults, findings, inspect, named, samples_of
 from tests.fixtures.families import build_family
 
 N = 8
@@ -94,27 +93,18 @@ OTHERS = [np.random.default_rng(seed).integers(5, 90, 30).tolist() for seed in r
 CASES: list[tuple[list[Sample], list[str], list[str]]] = [
     ([*CLEAN], [], []),
     ([record("6", "f5", "5", last=UP)], [MOVED], ["a:1", "'6'", "'5'", "f5"]),
-    ([record("6", "f5", "5", last=UP).with_fields(finish_reason="abort")], [MOVED], []),
     ([FIVE, SIX], [MOVED, MIXED], ["under '6' as under '5'"]),
     ([FIVE, record("6", "f6", None, last=update(5))], [MIXED], []),
     ([FIVE, record("6", "f5", None, server="b:1", last=UP)], [MIXED], []),  # another server
     ([record(None, last=update(2, 0, 0))], [MOVED], ["The last update of a:1 changed no tensor"]),
-    ([record(None, last=update(2))], [], []),
-    ([record("6", "f6", "6", last=update(5))], [], []),
     ([record("5", "f5", "5", last=UP), record("5", "f6", "5", last=update(5))], ["label_reused"], ["a:1", "f5, f6"]),
     ([record("5", "f5", last=UP), record("6", "f6", "6", last=update(5))], [MIXED], []),
     ([CLEAN[0], record(weights="x5", server="b:1", dtype="float16")], ["server_differs"], []),  # not compared
-    ([record(last=update(3, 10, 10))], [], []),
     ([record(last=update(3, 9, 4))], [PARTLY], ["a:1", "4 of 10 matrices"]),
-    ([record(last=update(3, 5, 0))], [PARTLY], ["0 of 10 matrices (5 of 20 tensors)"]),
     ([CLEAN[0], record(weights="x5", server="b:1", last=update(4, 2, 1))], [PARTLY], ["b:1"]),
     ([record(weights=[("f5", "5", 0, 4), (None, None, 4, N)])], [PARTLY], ["half done", "4 tok"]),
-    ([record(weights=None, last=update(3))], [PARTLY], []),
     ([record("3", "fa", "3", last=update(3)), record("4", "fb", "4", last=UP),
       record("5", "fa", "5", last=update(5))], [MIXED], []),  # weights that came back
-    ([record("3", "fa", "3", last=update(3)), record("4", "fb", "4", last=UP),
-      record("5", "fa", "3", last=update(5))], [MOVED, MIXED], []),
-    ([record([("5", 0, 3), ("6", 3, N)], [("f5", "5", 0, 3), ("f6", "6", 3, N)], last=update(5))], [MIXED], []),
     ([record([("5", 0, 3), ("6", 3, N)], [("f5", "5", 0, 6), ("f7", "6", 6, N)], last=update(5))],
      [MOVED, "label_reused", MIXED], ["3 tokens of a:1"]),
     # Only tokens that train are looked at.
@@ -125,12 +115,8 @@ CASES: list[tuple[list[Sample], list[str], list[str]]] = [
       for label, since in (("6", "5"), ("default", "default"), (None, "5"), ("5", None))),
     ([record("1", "f0", "default"), record("default", "f0", "default")], [MIXED], ["that it had loaded"]),
     ([record("1", "f0", "default", last=update(1, 0, 0))], [], ["that it had loaded"]),
-    ([record("run-a", "f0", "default")], [], ["that it had loaded"]),
     ([record("1", "f0", "default"), record("2", "f0", "default")], [MOVED, MIXED], []),  # the label moved twice
     ([record("2", "f0", "1")], [MOVED], []),  # from one step to the next
-    ([record("1", "f0", "0")], [MOVED], []),
-    ([record("main-abd", "f0", "main-abc")], [MOVED], []),
-    ([record("1", "f0", "default", last=update(1))], [MOVED], []),
     ([record("1", "f0", "default", last=update(2))], [], []),  # an update that ended the response
     ([record("1", "f0", "default", last=update(2, 0, 0))], [MOVED], []),
     # Several servers.
@@ -150,18 +136,14 @@ CASES: list[tuple[list[Sample], list[str], list[str]]] = [
       record("1", "fb", "1", server="a:1/9").with_fields(step=2)], [], []),  # a run that counts anew
     ([record("default", "fa", "default"), record("default", "fb", "default", last=update(1))], [],
      ["Weights changed under the same label"]),  # a trainer that names no version: a note
-    ([record("1", "fa", "1"), record("1", "fb", "1", last=update(2))], ["label_reused"], []),
-    ([record(weights=None)], [], []),  # it cannot take fingerprints
     *(([*CLEAN, record(server="c:1", **dict[str, Any]({field: value}))], ["server_differs"],
        [field, str(value), "a:1, b:1", "c:1"])
       for field, value in (
-          ("dtype", "float16"), ("head_dtype", "bfloat16"), ("kv_cache_dtype", "fp8_e4m3"), ("quantization", "fp8"),
-          ("speculative", "EAGLE"), ("deterministic", True), ("on_policy_target", "fsdp"), ("sglang", "0.5.9"))),
+          ("dtype", "float16"), ("kv_cache_dtype", "fp8_e4m3"), ("speculative", "EAGLE"), ("sglang", "0.5.9"))),
     # Other weights than the trainer sent. An asynchronous one has sent newer ones since.
     ([trained(record(last=UP), **SENT)], ["other_weights"], ["t5", "f5"]),
     ([trained(record(last=UP), trainer_fingerprint="f5")], [], []),
     ([trained(record(last=UP), **SENT | {"trainer_version": "6"})], [], []),
-    ([trained(record(last=UP), trainer_fingerprint="t6")], [], []),
     ([trained(record(None, last=UP), **SENT)], [], []),
     ([trained(record(last=UP, quantization="fp8"), **SENT)], [], []),  # not the tensors that were sent
     ([trained(one, trainer_fingerprint="f6", trainer_version=6) for one in (of("a:1", "f6"), of("b:1", "x6"))],
@@ -173,20 +155,15 @@ CASES: list[tuple[list[Sample], list[str], list[str]]] = [
      ["3 tokens of a half done update"]),
     ([record([("4", 0, 3), ("5", 3, N)], BOTH, last=UP, kv=[ServedKV(fingerprint="f4", tokens=48)])], [MIXED], []),
     ([record([("4", 0, 3), ("5", 3, N)], BOTH, last=UP, kv=OLD)], ["stale_cache", MIXED], []),
-    ([record(last=UP, kv=OLD, mask=[1] + [0] * 7), record(last=UP, kv=None)], ["stale_cache"], []),
     # Filters and penalties of the server's own.
     ([record(filters=["top_p=0.9"])], ["truncation"], ["top_p=0.9", "a:1"]),
-    ([record(shifts=["repetition_penalty=1.1"])], ["penalty"], ["repetition_penalty=1.1"]),
     ([record(shifts=["repetition_penalty=1.1"], sampling={"repetition_penalty": 1.1})], [], []),
     # The temperature that was applied.
     ([record(sampling=COLD | {"top_k": 1})], ["temperature"], ["asked for 0.7, log-probs are at 1 on a:1"]),
     ([record(sampling=COLD | {"top_k": 1}, temperature=None)], ["temperature"], ["at more than one on"]),
     ([record(sampling=COLD, temperature=0.9)], ["temperature"], ["asked for 0.7, log-probs are at 0.9"]),
-    ([record(sampling=COLD, temperature=0.7, log_probs_of="raw")], ["temperature"], ["at 1 on"]),
     ([record(sampling=COLD, temperature=0.7 * (1 + 1e-8))], [], []),
     ([record(sampling={"temperature": 0.0}, filters=["top_k=1"])], [], []),
-    ([record(sampling={"temperature": 1.0}, log_probs_of="raw")], [], []),
-    ([record(sampling={"top_k": 1}, temperature=None)], [], []),
     # A server that started again shows by its label, unless updates named no version.
     ([trained(record("default", "f0", "default"), trainer_version="21")], [MOVED], ["never updated, or restarted"]),
     ([trained(record("default", "f9", "default", last=update(20)), trainer_version="21")], [], []),
@@ -196,7 +173,6 @@ CASES: list[tuple[list[Sample], list[str], list[str]]] = [
     (group(OTHERS), [], []),
     (group([CLONE] * 8, log_prob=-0.5), [], []),  # a chance of e^-15: an answer that is nearly always the same
     (group([CLONE] * 8, temperature=0.0), [], []),
-    (group([CLONE] * 8, top_k=1), [], []),
     ([one.with_fields(prompt_ids=np.array([1, number])) for number, one in enumerate(group([CLONE] * 4))], [], []),
     ([one.with_fields(step=number) for number, one in enumerate(group([CLONE] * 4))], [], []),
 ]  # fmt: skip
@@ -212,7 +188,7 @@ def test_what_servers_told(records: list[Sample], expected: list[str], said: lis
         assert found["status"] == 1 and found["findings"][0]["confidence"] in ("certain", "likely")
 
 
-def test_a_finding_names_its_place_and_its_fix(tmp_path: Path) -> None:
+def test_a_finding_names_its_place_and_its_fix() -> None:
     (finding,) = findings([record("6", "f5", "5", last=UP)])
     assert (finding["confidence"], finding["side"], finding["tokens"]) == ("certain", "rollout", N)
     assert finding["first"]["sample"] == 0 and finding["first"]["rollout"] == "version 6"
@@ -225,29 +201,21 @@ def test_a_finding_names_its_place_and_its_fix(tmp_path: Path) -> None:
     assert ", not q.weight, k.weight, v.weight, …" in finding["evidence"]
     assert "--accept weights_partly_updated" in finding["fix"] and finding["confidence"] == "likely"
     (finding,) = findings([record(filters=["top_p=0.9"])])
-    assert finding["fix"].startswith("Send every sampling parameter") and "generation_config" in finding["fix"]
+    assert "generation_config" in finding["fix"]
     plain = record(last=UP, temperature=0.7, filters=["top_p"])
     untold = Sample(**{name: getattr(plain, name) for name in plain.model_fields_set - {"sampling"}})
     (finding,) = findings([untold])  # a record without `sampling` says nothing of a temperature or a filter
     assert finding["fault"] == "truncation" and finding["fix"].startswith("Record what was asked for (`sampling`")
-    notes = inspect(CLEAN, "--brief")["notes"]
-    assert "the SGLang plugin told of 2 of 2 samples: a:1, b:1; weights f5." in notes
     sent = inspect([trained(CLEAN[0], trainer_fingerprint="f5", trainer_version="5")], "--brief")["notes"]
     assert any(note.endswith("weights f5, which are what the trainer sent.") for note in sent)
-    write_samples(tmp_path / "a.jsonl", [record("6", "f5", "5", last=UP)])
-    shown = run(tmp_path / "a.jsonl", "--out", tmp_path / "page")
-    assert shown.exit_code == 1 and MOVED in shown.output
-    assert f"<strong>{MOVED}</strong> (certain)" in (tmp_path / "page" / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
     ("share", "matrices", "told", "is_noted"),
     [
         (0.039, 10, {}, True),
-        (0.0001, 10, {}, True),
         (0.06, 10, {}, False),
         (None, 10, {}, False),
-        (0.039, 10, {"dtype": "float32"}, False),
         (0.039, 10, {"quantization": "fp8"}, False),
         (0.039, 3, {}, False),  # a part that came is another fault
     ],
@@ -278,8 +246,6 @@ def test_two_checkpoints_show_what_bfloat16_delivers(tmp_path: Path, step: float
     assert named(findings([record(last=None, dtype="float32")], *given), "update_lost_in_precision") is None
 
 
-# Experts and caches ---------------------------------------------------------------------------------------------------
-
 PROMPT, LENGTH, LAYERS, K, EXPERTS = 6, 20, 3, 2, 16
 ROWS = PROMPT + LENGTH - 1
 
@@ -290,7 +256,7 @@ def routes(seed: int) -> Ints:
     return chosen[..., :K].astype(np.int32)
 
 
-def routed(seed: int, trained: Ints | None, rollout: Ints | None = None) -> Sample:
+def routed(seed: int, trained: Ints | None) -> Sample:
     """A clean pair of log-probs, with routes."""
     draw = np.random.default_rng(seed)
     log_probs = -draw.uniform(0.1, 3.0, LENGTH)
@@ -299,7 +265,7 @@ def routed(seed: int, trained: Ints | None, rollout: Ints | None = None) -> Samp
         response_ids=draw.integers(9, 99, LENGTH),
         rollout_log_probs=log_probs,
         train_log_probs=log_probs + draw.normal(0, 1e-3, LENGTH),
-        routed_experts=routes(seed) if rollout is None else rollout,
+        routed_experts=routes(seed),
         trained_experts=trained,
         index=seed,
     )
@@ -307,9 +273,7 @@ def routed(seed: int, trained: Ints | None, rollout: Ints | None = None) -> Samp
 
 OFF: dict[str, tuple[Callable[[Ints], Ints], str]] = {
     "one earlier": (lambda own: np.roll(own, -1, axis=0), "one position earlier 100.0% agree"),
-    "one later": (lambda own: np.roll(own, 1, axis=0), "one position later 100.0% agree"),
     "of another layer": (lambda own: np.concatenate([own[:, :2], own[:, 1:2]], axis=1), "99.9% or more was expected"),
-    "of another run": (lambda own: routes(77), "99.9% or more was expected"),
 }
 
 
@@ -317,8 +281,6 @@ OFF: dict[str, tuple[Callable[[Ints], Ints], str]] = {
 def test_a_replay_that_does_not_replay_is_named_with_its_cause(name: str) -> None:
     change, said = OFF[name]
     sound = [routed(seed, routes(seed)) for seed in range(8)]
-    mirrored = [routed(seed, routes(seed), change(routes(seed))) for seed in range(8, 12)]
-    assert [item["samples"] for item in findings([*sound, *mirrored]) if item["fault"] == "replay_off"] == [4]
     item = named(findings([*sound, *(routed(s, change(routes(s))) for s in range(8, 12))]), "replay_off")
     assert item and said in item["evidence"], item
     assert (item["samples"], item["of_samples"], item["confidence"]) == (4, 12, "certain")
@@ -381,8 +343,6 @@ def cached(tokens: int | None, noise: float, seed: int) -> Sample:
     ("samples", "is_named"),
     [
         ([cached(5 * (seed % 2), 0.2 if seed % 2 else 0.02, seed) for seed in range(40)], True),
-        ([cached(1 + 4 * (seed % 2), 0.2 if seed % 2 else 0.02, seed) for seed in range(40)], True),  # all a template
-        ([cached(5 * (seed % 2), 0.02, seed) for seed in range(40)], False),
         ([cached(5 * (seed % 2), 0.02 if seed % 2 else 0.2, seed) for seed in range(40)], False),  # the others are
         ([cached(5 * (seed < 6), 0.2 if seed < 6 else 0.02, seed) for seed in range(40)], False),  # too few
         ([cached(5 * (seed % 2), 0.004 if seed % 2 else 0.001, seed) for seed in range(40)], False),  # kernels do so

@@ -13,10 +13,8 @@ import pytest
 
 from mismatch_plugin.data.files import write_samples
 from mismatch_plugin.data.sample import Sample
-from mismatch_plugin.data.served import Served
 from mismatch_plugin.data.versions import WeightSpan
-from tests.diagnose.door import CLEAN, RECORDS, faults, findings, inspect, named, run, samples_of, saved, told
-from tests.fixtures.families import build_family
+from tests.diagnose.door import CLEAN, faults, findings, inspect, named, samples_of, saved, told
 from tests.fixtures.sglang_check.policies import FOLDER, recorded, score, training
 from tests.fixtures.sglang_check.serving import serving
 
@@ -30,9 +28,6 @@ def labelled(samples: Any, ours: str | None, theirs: str | None) -> list[Sample]
     return [one.with_fields(weight_versions=span, trainer_version=theirs) for one, span in pairs]
 
 
-# The weights that the run began with ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("start", "now", "labels", "models", "confidence"),
     [
@@ -40,9 +35,7 @@ def labelled(samples: Any, ours: str | None, theirs: str | None) -> list[Sample]
         ("float32", "drift-0.01-7", ("step-4", "step-4"), True, "likely"),
         ("drift-0.01-7", "float32", (None, None), True, None),  # they did arrive
         ("drift-0.03-7", "drift-0.01-8", (None, None), True, None),  # a little old, but not the start's
-        ("float32", "drift-0.01-7", ("step-0", "step-1"), False, None),  # and says so
         ("float32", "drift-0.01-7", ("step-3", "step-4"), False, "possible"),  # one step behind is not four
-        ("float32", "bfloat16", (None, None), False, None),  # the trainer's own rounding, nothing was updated
     ],
 )
 def test_the_start_fits_better(
@@ -59,21 +52,6 @@ def test_the_start_fits_better(
         assert item["statistics"]["share"] == pytest.approx(1, abs=0.15) and "weights_checker" in item["fix"]
         assert ("--checkpoint" in item["fix"]) == (confidence == "possible")
 
-
-@pytest.mark.parametrize(
-    ("start", "now", "which"), [("layer-0.02-8", "others-0.02-7", "new"), ("others-0.02-7", "layer-0.02-8", "old")]
-)
-def test_layers_that_arrived_or_did_not_are_named(start: str, now: str, which: str, tmp_path: Path) -> None:
-    build_family("gpt_neox", 0).save_pretrained(tmp_path)
-    refused = run(RECORDS, "--checkpoint", saved(now), "--reference-checkpoint", tmp_path)
-    assert refused.exit_code == 2 and "another shape of" in refused.output.replace("\n", " ")
-    (item,) = findings(recorded(CLEAN), "--checkpoint", saved(now), "--reference-checkpoint", saved(start))
-    assert (item["fault"], item["confidence"]) == (PARTLY, "likely")
-    assert f"only this is {which}: layer 1 (1 of 4 parts)" in item["evidence"]
-    assert item["statistics"]["parts_old"] == (3 if which == "new" else 1)
-
-
-# By the gap alone -----------------------------------------------------------------------------------------------------
 
 Sizes = Callable[[int, int], Any]
 Who = Callable[[int], dict[str, Any]]
@@ -102,9 +80,7 @@ def of_version(version: str, trainer: str | None) -> dict[str, Any]:
         ([0.02, 0.05, 0.07, 0.09, 0.1], "likely"),
         ([0.02, 0.024, 0.028, 0.032, 0.036], "possible"),
         ([0.02, 0.02, 0.02, 0.1, 0.3], "possible"),  # it begins late: another cause, perhaps
-        ([0.02] * 5, None),
         ([0.1, 0.09, 0.07, 0.05, 0.02], None),  # it shrinks
-        ([0.02, 0.1], None),  # two versions are no trend
     ],
 )
 def test_a_gap_that_grows_from_the_first_version_on(sizes: list[float], confidence: str | None, is_told: bool) -> None:
@@ -135,21 +111,8 @@ def one_in_three(sample: int, _: int) -> float:
     return 0.3 if sample % 3 == 0 else 0.03
 
 
-def from_the_middle(sample: int, at: int) -> float:
-    return 1.5 if sample % 2 and at >= 20 else 0.03
-
-
-def changed_version() -> list[Sample]:
-    """Early or late in the response: a third of them are mostly of the older weights."""
-    ends = [35 if index % 3 == 0 else 10 for index in range(48)]
-
-    def who(index: int) -> dict[str, Any]:
-        old, new = (
-            WeightSpan(version=v, start=s, end=e) for v, s, e in (("4", 0, ends[index]), ("5", ends[index], 40))
-        )
-        return {"weight_versions": [old, new]}
-
-    return made(lambda sample, at: 0.3 if at < ends[sample] else 0.03, who)
+def one_in_eight(sample: int, _: int) -> float:
+    return 0.2 if sample % 8 == 6 else 0.03
 
 
 @pytest.mark.parametrize(
@@ -157,26 +120,12 @@ def changed_version() -> list[Sample]:
     [
         (made(one_in_two, of_two), "likely", "Responses of http://b:1 (24 samples)"),
         (made(lambda sample, _: (0.02, 0.035)[sample % 2], of_two), "possible", "another precision"),
-        (
-            made(lambda s, _: 0.2 if s % 8 == 6 else 0.03, of_eight, 128),
-            "likely",
-            "of http://b:1 dp_rank 2 (16 samples)",
-        ),
-        (
-            made(one_in_two, lambda index: {**of_two(index), "dp_rank": index % 16}),
-            "likely",
-            "of http://b:1 (24 samples)",
-        ),
+        (made(one_in_eight, of_eight, 128), "likely", "of http://b:1 dp_rank 2 (16 samples)"),
         (made(one_in_two, lambda i: of_two(i) | of_version(("step-4", "step-3")[i % 2], "step-4")), None, ""),  # told
-        (made(lambda *_: 0.05, lambda index: {"server": f"http://{'abc'[index % 3]}:1"}, 60), None, ""),  # one is surer
         # Two populations without names.
         (made(one_in_three), "possible", "16 of 48"),
-        (made(one_in_three, lambda index: {**of_two(index), "dp_rank": 0}), None, ""),
         (made(lambda sample, _: 0.03 * 10 ** (sample / 48)), None, ""),  # a wide one without a gap
         (made(lambda sample, _: 0.03 if sample % 2 else 1e-6), None, ""),  # bf16 and float32: precision explains both
-        (made(lambda sample, _: 0.3 if sample == 0 else 0.03), None, ""),  # one sample
-        (made(from_the_middle), None, ""),  # another fault
-        (changed_version(), None, ""),
     ],
 )
 def test_which_server_is_further_off(samples: list[Sample], confidence: str | None, said: str) -> None:
@@ -187,13 +136,9 @@ def test_which_server_is_further_off(samples: list[Sample], confidence: str | No
         assert ("`dp_rank`" in item["fix"]) if "of 48" in said else ("http://b:1" in item["fix"])
 
 
-# Labels ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("version", "trainer", "largest"),
-    [("step-7", "7", None), ("step-7", "8", None), ("step-7", "9", 2.0), ("step-7", "23", 16.0), ("step-7", "6", -1.0),
-     ("default", "1", None), ("default", "0", None), ("default", "default", None)],  # one step is allowed
+    [("step-7", "7", None), ("step-7", "8", None), ("step-7", "9", 2.0), ("step-7", "6", -1.0), ("default", "1", None)],
 )  # fmt: skip
 def test_staleness_in_steps(version: str, trainer: str, largest: float | None) -> None:
     (one,) = labelled(samples_of([[-1.0]], [[-1.0]]), version, trainer)
@@ -201,26 +146,16 @@ def test_staleness_in_steps(version: str, trainer: str, largest: float | None) -
     assert (item and item["statistics"]["largest"]) == largest
 
 
-def test_versions_that_cannot_be_counted_and_those_mixed_inside_and_between_responses_of_one_step() -> None:
+def test_versions_that_cannot_be_counted_and_those_mixed_inside_a_response() -> None:
     (one,) = labelled(samples_of([[-1.0]], [[-1.0]]), "main-abc", "12")
     reasons = {fault: item["reason"] for item in inspect([one], "--brief")["undecided"] for fault in item["faults"]}
     assert "'main-abc'" in reasons["staleness"] and "12" not in reasons["staleness"]
-    (one,) = labelled(samples_of([[-1.0]], [[-1.0]]), "default", "21")
-    item = named(findings([one]), MOVED)
-    assert item and "never updated, or restarted" in item["evidence"]
     inside = [WeightSpan(version="4", start=0, end=2), WeightSpan(version="5", start=2, end=3)]
     item = named(findings(samples_of([[-1.0] * 3], [[-1.1] * 3], weight_versions=inside)), MIXED)
     assert item and item["first"]["position"] == 2 and "'4' 2, '5' 1 tokens" in item["evidence"]
-    for versions, steps, samples in (("1122", [0, 0, 1, 1], 0), ("1222", [0, 0, 1, 1], 2), ("1122", [None] * 4, 4)):
-        each = [of_version(version, None) | {"step": step} for version, step in zip(versions, steps, strict=True)]
-        rows = [-np.random.default_rng(at).uniform(0.1, 2, 40) for at in range(4)]
-        item = named(findings(samples_of(rows, rows, each=each)), MIXED)
-        assert (item["samples"] if item else 0) == samples
 
 
-def partial_rollout(
-    seed: int, change: Callable[[Sample], Sample] = lambda one: one, drift: float = 0.03
-) -> list[Sample]:
+def partial_rollout(seed: int, change: Callable[[Sample], Sample] = lambda one: one, drift: float = 0.03) -> Any:
     """Each response began with weights some steps old and went on with the trainer's. change: of what it scores."""
     samples = [*training("float32", CLEAN)]
     old, now = score(f"drift-{drift}-{seed}", samples), score("float32", [change(one) for one in samples])
@@ -235,7 +170,7 @@ def partial_rollout(
     return partial
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_partial_rollout_is_no_other_fault_hides_none_and_can_be_accepted(seed: int) -> None:
     found = faults(findings(partial_rollout(seed)))
     assert MIXED in found and not {*found} & {"wrong_prompt", "retokenised", "stale_server"}
@@ -248,24 +183,17 @@ def test_a_partial_rollout_is_no_other_fault_hides_none_and_can_be_accepted(seed
     assert found["status"] == 0 and [item["accepted"] for item in found["findings"]] == [True]
 
 
-# Servers that rescore -------------------------------------------------------------------------------------------------
-
 HALF = ("bfloat16", "bfloat16")
 
 
 @pytest.mark.parametrize(
     ("servers", "model", "start", "odd"),
     [
-        ([HALF], "float32", "", []),  # precision explains it
         ([("bfloat16", "float32")], "float32", "", [0]),  # and does not where the server says float32
-        ([("drift-0.0005-7", "float32")], "float32", "", [0]),
         ([("drift-0.003-7", "bfloat16")], "float32", "", []),  # as far off as bf16: one server alone cannot tell
-        ([("drift-0.02-7", "bfloat16")], "float32", "", [0]),
         ([("int8", "w8a8_int8")], "float32", "", []),  # a quantised one has a wider bar
-        ([("drift-0.05-7", "w8a8_int8")], "float32", "", [0]),
         ([HALF, ("drift-0.005-7", "bfloat16"), HALF], "float32", "", [1]),  # below the bar, but the odd one
         ([("float32", "float32"), ("float32", "float32"), ("drift-0.01-7", "float32")], "", "", [2]),
-        ([("float32", "float32")] * 2, "", "", []),
         ([("float32", "bfloat16")], "drift-0.003-7", "", []),
         ([("float32", "bfloat16")], "drift-0.003-7", "float32", [0]),  # it kept the first weights
     ],
@@ -275,10 +203,8 @@ def test_servers_against_the_checkpoint_or_one_another(
 ) -> None:
     """servers: (form, what it tells of its precision)."""
     write_samples(tmp_path / "few.jsonl", recorded("float32_temperature_1.0")[:16])
-    given = [
-        *(["--checkpoint", saved(model)] if model else []),
-        *(["--reference-checkpoint", saved(start)] if start else []),
-    ]
+    given = ["--checkpoint", saved(model)] if model else []
+    given += ["--reference-checkpoint", saved(start)] if start else []
     with ExitStack() as stack:
         infos = [{"dtype": d} if d[0] != "w" else {"dtype": "bfloat16", "quantization": d} for _, d in servers]
         urls = [stack.enter_context(serving(form, info)) for (form, _), info in zip(servers, infos, strict=True)]
@@ -295,28 +221,21 @@ def test_a_router_stands_for_its_workers() -> None:
     records = FOLDER / "float32_temperature_1.0.jsonl"
     given = (records, "--brief", "--checkpoint", saved("float32"), "--url")
     with serving("float32") as good, serving("drift-0.02-7") as bad:
-        for path, listed in (
-            ("/list_workers", {"urls": [good, bad]}),
-            ("/workers", {"workers": [{"url": f"{good}@0"}, {"url": f"{bad}@1"}, {"id": 3}], "total": 3}),
-        ):
+        workers = {"workers": [{"url": f"{good}@0"}, {"url": f"{bad}@1"}, {"id": 3}], "total": 3}
+        for path, listed in (("/list_workers", {"urls": [good, bad]}), ("/workers", workers)):
             with serving(routes={path: listed}) as url:
                 found = told(*given, url)
             assert faults(found["findings"]) == ["server_differs"] and bad in found["findings"][0]["evidence"]
             assert found["verdict"] == "fault" and found["findings"][0]["first"] is not None
-        for strange in ([], {"urls": [3, "file:///etc"]}):
-            with serving(routes={"/workers": strange}) as url:
-                assert told(*given, url)["findings"] == []  # it is a server itself
+        with serving(routes={"/workers": {"urls": [3, "file:///etc"]}}) as url:
+            assert told(*given, url)["findings"] == []  # it is a server itself
         refused = told(*given, good, "--url", "http://127.0.0.1:9")
         assert "server at http://127.0.0.1:9 does not rescore" in refused["headline"] and refused["status"] == 2
 
 
-# What is left: the size -----------------------------------------------------------------------------------------------
-
 SHAPE = (32, 80)
 PLACE, SAMPLE = np.arange(SHAPE[1])[None, :], np.arange(SHAPE[0])[:, None]
 Noise = Callable[[np.random.Generator, np.ndarray], np.ndarray]
-SIXTEEN = Served(server="a:1", sglang="0.5", dtype="bfloat16", head_dtype="float32")
-FP8 = SIXTEEN.model_copy(update={"quantization": "fp8"})
 
 
 def gaps(noise: Noise, deep: float = 0.06, **fields: Any) -> list[Sample]:
@@ -358,12 +277,9 @@ LARGE = ("K and V", "RoPE", "LoRA", "--checkpoint NOW --reference-checkpoint STA
         (gaps(often, deep=3.0), (), ("moe_routing", "fault", "likely"), ()),
         # Few tokens by a pattern are no routers.
         (tokens((SAMPLE < 4) & (PLACE % 5 == 0), -4.0), (), None, ()),
-        (tokens((PLACE > 70) & ((PLACE + SAMPLE) % 8 == 0), -5.0), (), None, ()),
         # Even noise: of bf16, of quantised pairs, of those alone that are known to be quantised, of none.
         (of_logits(0.03), (), None, ()),
         (of_logits(0.09), (), ("quantised", "note", "possible"), ()),
-        (of_logits(0.09, served=SIXTEEN), (), None, ()),
-        (of_logits(0.25, served=FP8), (), ("quantised", "note", "possible"), ()),
         (of_logits(0.25), ("--engine", "fp8"), ("quantised", "note", "possible"), ()),
         (of_logits(0.25), (), UNEXPLAINED, LARGE),
         (of_logits(0.8), (), UNEXPLAINED,
@@ -372,7 +288,6 @@ LARGE = ("K and V", "RoPE", "LoRA", "--checkpoint NOW --reference-checkpoint STA
         (gaps(lambda draw, rollout: draw.normal(0, 0.08, SHAPE) * -rollout), (), None, ()),
         (of_logits(0.25, **OF_VERSION_4, trainer_version="5"), (), None, ()),
         (of_logits(0.25, **OF_VERSION_4, trainer_version="4"), (), UNEXPLAINED, ()),
-        (tokens((PLACE == 5) & (SAMPLE == 7), -15.0), (), None, ()),  # k3 0.005
         # Equal sides.
         (gaps(lambda _, rollout: np.zeros(SHAPE)), (), None, ()),
     ],
