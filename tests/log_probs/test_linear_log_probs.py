@@ -12,15 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.testing import assert_close
 
 from mismatch_plugin.log_probs import (
-    LogProbs,
     RaggedSamplingMask,
     vocab_parallel_linear_log_probs,
     vocab_parallel_log_probs,
 )
-from tests.distributed.log_probs_worker import outcome
 from tests.log_probs.test_log_probs import Recorder
 
 F64 = torch.float64
@@ -33,35 +30,6 @@ def make(dtype: torch.dtype = F64, tokens: int = T, width: int = V) -> tuple[Ten
     hidden = (torch.randn(tokens, H, generator=generator, dtype=F64) * 2).to(dtype).requires_grad_()
     weight = torch.randn(width, H, generator=generator, dtype=F64).to(dtype).requires_grad_()
     return hidden, weight, torch.randint(0, width, (tokens,), generator=generator)
-
-
-OFFSETS = torch.tensor([0, 3, 3, 4, 9, 9, 9, 12, 20, 20, 21, 21])
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "cold": {"temperature": 0.7},
-    "padded": {"vocab_size": 41},
-    "ragged": {"sampling_mask": RaggedSamplingMask(torch.arange(21) * 17 % V, OFFSETS)},
-}
-
-
-@pytest.mark.parametrize("what", OPTIONS)
-@pytest.mark.parametrize("entropy", ["none", "detached", "grad"])
-@pytest.mark.parametrize("chunk_rows", [4, None])
-def test_equals_the_path_over_logits_in_float64(what: str, entropy: str, chunk_rows: int | None):
-    hidden, weight, targets = make()
-    upstream = torch.arange(2.0 * T, dtype=F64).view(2, T).sin()
-    targets = targets % 41
-    targets[2] = -100
-    options = {"entropy": entropy, **OPTIONS[what]}
-
-    def over_logits(hidden: Tensor, weight: Tensor) -> LogProbs:
-        return vocab_parallel_log_probs(hidden @ weight.t(), targets, **options)
-
-    more = {"targets": targets, "chunk_rows": chunk_rows, **options}
-    ours = outcome(vocab_parallel_linear_log_probs, [hidden, weight], upstream, **more)
-    theirs = outcome(over_logits, [hidden, weight], upstream)
-    for key in ("log_probs", "entropy", "gradients"):
-        assert_close(ours[key], theirs[key], rtol=1e-12, atol=1e-12)
 
 
 class Megatron(torch.nn.Parameter):

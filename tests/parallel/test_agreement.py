@@ -10,7 +10,7 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.core.gate import GateError
-from mismatch_plugin.parallel.agreement import StepKind, difference, step_kind
+from mismatch_plugin.parallel.agreement import difference, step_kind
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.kept_ids import check_kept_ids, ragged_mask
 from mismatch_plugin.parallel.step import Step, end_step
@@ -103,15 +103,6 @@ def test_a_micro_batch_that_start_was_not_given_is_refused_where_it_runs() -> No
     step.loss(log_probs, batch(1))
     with pytest.raises(ValueError, match=r"cannot be merged: one has .*version_log_ratio"):
         step.loss(log_probs, batch(1).replace(weight_versions=None))
-
-
-def test_many_ranks_are_named_by_their_numbers() -> None:
-    kinds = {rank: StepKind({"tis": {"level": "token" if rank % 2 else "sequence"}}) for rank in range(16)}
-    assert difference({rank: {rank: kind} for rank, kind in kinds.items()}) == (
-        "the ranks of this step have different settings: ranks 0, 2, 4, 6, 8, 10 and 2 more have tis.level = "
-        "'sequence', ranks 1, 3, 5, 7, 9, 11 and 2 more have tis.level = 'token'. Give every rank the same "
-        "configuration."
-    )
 
 
 def test_other_units_are_named_where_they_are_summed_over() -> None:
