@@ -112,78 +112,75 @@ def test_lists_become_what_torch_makes_of_each() -> None:
 
 # Refused --------------------------------------------------------------------------------------------------------------
 
+LISTS, PADDED = mp.PackedSequences.from_lists, mp.PackedSequences.from_padded
+ONE, SQUARE = {"loss_masks": [[1]]}, {"loss_masks": ONES}
 TWO = {"loss_masks": [[1], [1, 1, 1]], "sequence_ids": ["p7", "p8"]}
-ERRORS: list[tuple[dict[str, Any], str]] = [
-    ({"loss_masks": [[1]], "entropy": [[-1.0], [-1.0]]}, "entropy has 2 sequences, loss_masks 1"),
+FLAT = {"loss_mask": torch.ones(3).bool(), "lengths": (2, 1)}
+ERRORS: list[tuple[Any, dict[str, Any], str]] = [
+    (LISTS, ONE | {"entropy": [[-1.0], [-1.0]]}, "entropy has 2 sequences, loss_masks 1"),
     (
+        LISTS,
         TWO | {"rollout_log_probs": [[-1.0], [-1.0, -1.0]]},
-        r"rollout_log_probs of sequence p8 has shape \(2,\), its loss mask 3 tokens",
+        r"of sequence p8 has shape \(2,\), its loss mask 3 to",
     ),
-    (TWO | {"rollout_log_probs": [[-1.0], None]}, "rollout_log_probs of sequence p8 is no list of numbers"),
-    ({"loss_masks": [[1, 1]], "entropy": [torch.zeros(1, 2)]}, r"entropy .* has shape \(1, 2\)"),
-    ({"loss_masks": [[1, 2]]}, "loss_masks holds 2: a mask is 1"),
-    ({"loss_masks": [[1]], "sequence_ids": ["a", "b"]}, r"sequence_ids has 2"),
-    ({"loss_masks": [[1]], "rewards": [1.0, 2.0]}, "rewards"),
+    (LISTS, TWO | {"rollout_log_probs": [[-1.0], None]}, "rollout_log_probs of sequence p8 is no list of numbers"),
+    (LISTS, {"loss_masks": [[1, 1]], "entropy": [torch.zeros(1, 2)]}, r"entropy .* has shape \(1, 2\)"),
+    (LISTS, {"loss_masks": [[1, 2]]}, "loss_masks holds 2: a mask is 1"),
+    (LISTS, ONE | {"sequence_ids": ["a", "b"]}, r"sequence_ids has 2"),
+    (LISTS, ONE | {"rewards": [1.0, 2.0]}, "rewards"),
     (
-        {"loss_masks": [[1], [1, 1]], "weight_versions": [[0], [0, 1.5]]},
-        "weight_versions of sequence 1 is .* at position 1: pass whole num",
+        LISTS,
+        TWO | {"weight_versions": [[0], [0, 1.5, 0]]},
+        "weight_versions of sequence p8 is .* at position 1: pass whole",
     ),
-    *(
-        (TWO | {name: [[0.5], [0.5, value, 0.5]]}, rf"{name} of sequence p8 is {value} at position 1, a token that tr")
-        for name, value in (("advantages", math.nan), ("ref_log_probs", math.inf))
+    (
+        LISTS,
+        TWO | {"advantages": [[0.5], [0.5, math.nan, 0.5]]},
+        "advantages of sequence p8 is nan at position 1, a token",
     ),
-    ({"loss_masks": [[1]], "trainer_version": "7"}, r"trainer_version is '7': pass the number of the weights"),
+    (
+        LISTS,
+        TWO | {"ref_log_probs": [[0.5], [0.5, math.inf, 0.5]]},
+        "ref_log_probs of sequence p8 is inf at position 1",
+    ),
+    (LISTS, ONE | {"trainer_version": "7"}, r"trainer_version is '7': pass the number of the weights"),
+    (PADDED, {"loss_masks": torch.ones(3)}, r"from_padded takes \[batch, length\] tensors"),
+    (PADDED, SQUARE | {"entropy": torch.ones(2, 4)}, r"entropy has shape \(2, 4\): .* of loss_masks, \(2, 3\)"),
+    (PADDED, SQUARE | {"rollout_log_probs": [[1.0] * 3] * 2}, "rollout_log_probs is no tensor"),
+    (PADDED, SQUARE | {"lengths": [3, 4]}, r"lengths \[3, 4\] do not fit"),
+    (PADDED, SQUARE | {"advantages": torch.ones(2, 1)}, r"advantages has shape \(2, 1\).*advantages may be \[batch\]"),
+    (PADDED, SQUARE | {"old_log_probs": ONES.bool()}, r"old_log_probs has dtype torch\.bool: pass log-probs"),
+    (mp.PackedSequences, FLAT | {"loss_mask": torch.ones(3)}, r"loss_mask has dtype torch\.float32"),
+    (mp.PackedSequences, FLAT | {"lengths": (3, 1)}, r"loss_mask has shape \(3,\), but lengths add up to 4"),
+    (mp.PackedSequences, FLAT | {"entropy": torch.zeros(2)}, r"entropy has shape \(2,\), but lengths add up to 3"),
+    (mp.PackedSequences, FLAT | {"positions": torch.zeros(3)}, "positions has dtype torch.float32: pass whole numbers"),
+    (
+        mp.PackedSequences,
+        FLAT | {"chunk_lengths": ((1, 0), (1,))},
+        "chunk_lengths .* must have as many chunks for every",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("fields", "message"), ERRORS, ids=[f"{n}" for n in range(len(ERRORS))])
-def test_from_lists_errors(fields: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("pack", "fields", "message"), ERRORS, ids=range(len(ERRORS)))
+def test_what_is_no_batch_is_refused(pack: Any, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        mp.PackedSequences.from_lists(**fields)
+        pack(**fields)
 
 
-PADDED_ERRORS: list[tuple[dict[str, Any], str]] = [
-    ({"loss_masks": torch.ones(3)}, r"from_padded takes \[batch, length\] tensors"),
-    ({"entropy": torch.ones(2, 4)}, r"entropy has shape \(2, 4\): .* the shape of loss_masks, \(2, 3\)"),
-    ({"rollout_log_probs": [[1.0] * 3] * 2}, "rollout_log_probs is no tensor"),
-    ({"lengths": [3, 4]}, r"lengths \[3, 4\] do not fit"),
-    ({"advantages": torch.ones(2, 1)}, r"advantages has shape \(2, 1\).*advantages may be \[batch\]"),
-    ({"old_log_probs": ONES.bool()}, r"old_log_probs has dtype torch\.bool: pass log-probs"),
-]
-
-
-@pytest.mark.parametrize(("fields", "message"), PADDED_ERRORS, ids=[f"{n}" for n in range(len(PADDED_ERRORS))])
-def test_from_padded_errors(fields: dict[str, Any], message: str) -> None:
-    given: dict[str, Any] = {"loss_masks": ONES, **fields}
-    with pytest.raises(ValueError, match=message):
-        mp.PackedSequences.from_padded(**given)
+def test_half_precision_becomes_float32() -> None:
+    half = mp.PackedSequences(loss_mask=torch.ones(3).bool(), lengths=(3,), old_log_probs=-torch.ones(3).bfloat16())
+    assert half.old_log_probs is not None and half.old_log_probs.dtype == torch.float32
 
 
 def test_packing_takes_keywords_only() -> None:
     """Catches rollout and training log-probs handed over in the wrong order, which swaps every ratio in silence."""
-    packs: tuple[Any, ...] = (mp.PackedSequences.from_padded, mp.PackedSequences.from_lists)
+    packs: tuple[Any, ...] = (LISTS, PADDED)
     for pack in packs:
         with pytest.raises(TypeError, match="positional"):
             pack(-ONES, -ONES, ONES)
         with pytest.raises(TypeError, match="unexpected keyword argument 'loss_mask'"):
             pack(loss_mask=ONES)
-
-
-def test_constructor_errors() -> None:
-    mask = torch.ones(3, dtype=torch.bool)
-    half = mp.PackedSequences(loss_mask=mask, lengths=(3,), old_log_probs=-torch.ones(3, dtype=torch.bfloat16))
-    assert half.old_log_probs is not None and half.old_log_probs.dtype == torch.float32
-    errors: list[tuple[dict[str, Any], str]] = [
-        ({"loss_mask": torch.ones(3), "lengths": (3,)}, r"loss_mask has dtype torch\.float32"),
-        ({"lengths": (3, 1)}, r"loss_mask has shape \(3,\), but lengths add up to 4"),
-        ({"entropy": torch.zeros(2)}, r"entropy has shape \(2,\), but lengths add up to 3"),
-        ({"sequence_ids": ("a",)}, "sequence_ids has 1 entries for 2 sequences"),
-        ({"positions": torch.tensor([0.0, math.nan, 1.0])}, "positions has dtype torch.float32: pass whole numbers"),
-        ({"chunk_lengths": ((1, 0), (1,))}, "chunk_lengths .* must have as many chunks for every sequence"),
-    ]
-    for fields, message in errors:
-        with pytest.raises(ValueError, match=message):
-            mp.PackedSequences(**{"loss_mask": mask, "lengths": (2, 1), **fields})
 
 
 def test_shape_errors_say_what_to_write() -> None:
