@@ -283,20 +283,17 @@ def pack(batch: list[Response], given: set[str] | None = None) -> tuple[mp.Packe
 def features(config: mp.MismatchConfig, batch: list[Response], answer: Answer) -> list[str]:
     """What a case exercises, in the words of `EVERYTHING`."""
     tokens = [token for response in answer.judged.trained for token in response]
-    tis, names = config.tis, [f"algorithm {algorithm(config)}", config.metrics, config.aggregation, config.denominator]
-    names += [config.rollout_log_prob_policy, *(["dry run"] if config.dry_run else [])]
+    tis, names = config.tis, [f"algorithm {algorithm(config)}", *(["dry run"] if config.dry_run else [])]
     names += [f"{c.aggregate} {c.statistic}" for c in config.rs.criteria]
     names += ["veto"] if answer.judged.vetoed else []
     names += [f"{c.condition} of {c.aggregate}" for c in config.rs.criteria if c.condition != "any"]
     names += [f"policy {config.rs.policy}"] if config.rs.policy == "current" else []
     names += [f"stale {config.metrics}"] if any(token.stale for token in tokens) else []
     if config.use_tis:
-        names += [f"{tis.level} {tis.mode}" if tis.level != "none" else "none", f"hi {tis.upper_bound}"]
-        names += [f"lo {tis.lower_bound}"] if tis.mode != "truncate" else []
+        names += [f"{tis.level} {tis.mode}" if tis.level != "none" else "none"]
         names += [f"grows, {tis.level}"] if tis.bound_growth else []
         names += [f"scope {tis.batch_normalize_scope}"] if tis.batch_normalize else []
     names += [f"by sign, {tis.level} {tis.mode}"] if weighs_by_sign(config) else []
-    names += [f"kl {config.terms.kl_type}"] if config.terms.kl_coef else []
     names += ["kl weighted"] if config.terms.kl_importance_weighted else []
     named, clipped = objective_of(config), [f"clipped {x}" for x in SIDES if any(x in t.clipped for t in tokens)]
     names += clipped + [f"{named} {side}" for side in clipped]
@@ -307,9 +304,6 @@ def features(config: mp.MismatchConfig, batch: list[Response], answer: Answer) -
         names += ["rollout kl next to invalid"] if any(token.kind != "sound" for token in tokens) else []
     names += list({token.kind for token in tokens})
     names += [f"no {name}" for name in OPTIONAL if batch and name not in given_fields(batch)]
-    names += ["no response"] if not batch else []
-    names += ["empty response"] if any(not response.mask for response in batch) else []
-    names += ["masked response"] if any(r.mask and not any(r.mask) for r in batch) else []
     left = [
         len(some) < len(tokens) for tokens, some in zip(answer.judged.trained, answer.judged.responses, strict=True)
     ]
@@ -320,18 +314,13 @@ def features(config: mp.MismatchConfig, batch: list[Response], answer: Answer) -
 
 EVERYTHING = [
     *(f"algorithm {number}" for number in range(4)),
-    *("off", "basic", "full", "token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
-    *("auto", "accepted", "original"),
-    *("error", "neutral", "drop-token", "drop-sequence", "dry run", "veto", "none"),
+    *("dry run", "veto", "none"),
     *(f"{aggregate} {statistic}" for aggregate in AGGREGATES for statistic in STATISTICS),
     *(f"{level} {mode}" for level in LEVELS for mode in ("truncate", "clip", "mask")),
     *(f"by sign, {level} {mode}" for level in LEVELS for mode in ("truncate", "clip", "mask")),
     "by sign, sequence gamma",
     *(f"grows, {level}" for level in ("turn", "sequence", "prefix")),
-    *(f"hi {hi}" for hi in (0.7, 1.02, 2.0, 150.0, math.inf)),
-    *(f"lo {lo}" for lo in (None, 0.0, 0.5, 0.98)),
     *(f"scope {scope}" for scope in ("auto", "step", "rollout_batch", "micro_batch")),
-    *(f"kl {kind}" for kind in ("k1", "k2", "k3", "low_var_kl")),
     *("kl weighted", "clipped high", "clipped low", "clipped dual", "some rejected", "all rejected"),
     *(f"{name} clipped {side}" for name in ("ppo", "gspo", "cispo", "gmpo") for side in ("high", "low")),
     *("ppo clipped dual", "gspo clipped dual", "rollout kl next to invalid", "rollout on all", "rollout on accepted"),
@@ -340,7 +329,6 @@ EVERYTHING = [
     *("sound", "nan", "positive", "floor", "zero_fill", "train_not_finite", "train_positive"),
     *("left out, error", "left out, neutral"),
     *(f"no {name}" for name in OPTIONAL),
-    *("no response", "empty response", "masked response"),
     *("away of token", *(f"negative of {aggregate}" for aggregate in AGGREGATES), "policy current"),
     *("stale off", "stale basic", "stale full"),
 ]

@@ -1,7 +1,7 @@
-"""The cross entropies of liger-kernel and transformer-engine, from the packages on PyPI.
+"""The cross entropy of transformer-engine, from its package on PyPI.
 
-`make test` unpacks them outside of what is imported: installed, they would change what other libraries do, and
-transformer-engine cannot be imported without CUDA.
+`make test` unpacks it outside of what is imported: installed, it would change what other libraries do, and it cannot be
+imported without CUDA.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ ABSENT = "the packages of other libraries' kernels are not unpacked"
 
 
 def missing() -> bool:
-    """Whether one of them is not there."""
-    return not all((FOLDER / name).is_dir() for name in ("transformer_engine", "liger_kernel"))
+    return not (FOLDER / "transformer_engine").is_dir()
 
 
 def transformer_engine() -> Any:
@@ -31,12 +30,6 @@ def transformer_engine() -> Any:
     module: Any = importlib.import_module("transformer_engine.pytorch.cross_entropy")
     module._validate_inputs = lambda *_: None
     return module
-
-
-def liger() -> Any:
-    """`liger_kernel.ops.vocab_parallel_cross_entropy`."""
-    _bare("liger_kernel", "ops")
-    return importlib.import_module("liger_kernel.ops.vocab_parallel_cross_entropy")
 
 
 def _bare(root: str, *packages: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from pathlib import Path
@@ -37,26 +36,10 @@ def test_a_document_means(text: str, expected: dict[str, Any], tmp_path: Path) -
     assert [*map(type, found.get("a", ()))] == [*map(type, expected.get("a", ()))]
 
 
-def test_a_configuration_from_yaml_and_from_json(tmp_path: Path) -> None:
-    text = """
-    use_tis: true
-    tis: {mode: mask, level: geometric, lower_bound: 0.999, upper_bound: 1.001}
-    rs: {criteria: ["sequence_max:k2:5e-1"], veto_threshold: 1e-4}
-    terms: {entropy_coef: 1e-3}
-    """
-    config = mp.MismatchConfig.from_file(write(tmp_path, text))
-    assert (config.algorithm, config.tis.mode, config.tis.upper) == (2, "mask", 1.001)
-    assert (config.rs.veto_threshold, config.terms.entropy_coef, config.criteria[0].upper_bound) == (1e-4, 1e-3, 0.5)
-    text = json.dumps(config.model_dump(exclude_defaults=True))
-    assert mp.MismatchConfig.from_file(write(tmp_path, text, "mismatch.json")) == config
-
-
 LAYERS = [
-    ("--mismatch-preset token_is", "", ("token", 2.0, "truncate")),
     ("--mismatch-preset seq_is", "tis: {upper_bound: 5}", ("sequence", 5.0, "truncate")),
     ("--mismatch-preset seq_is --tis-upper-bound 7", "tis: {upper_bound: 5, mode: clip}", ("sequence", 7.0, "clip")),
     ("--tis-mode mask", "preset: seq_is\ntis: {upper_bound: 5, mode: clip}", ("sequence", 5.0, "mask")),
-    ("--mismatch-preset token_is", "preset: seq_is\ntis: {upper_bound: 5}", ("token", 5.0, "truncate")),
     ("--use-tis --tis-level geometric", "tis: {upper_bound: 1.5}", ("geometric", 1.5, "truncate")),
 ]
 
@@ -69,7 +52,8 @@ def test_flag_over_file_over_preset(flags: str, file: str, expected: tuple[Any, 
 
 
 def test_a_preset_s_criteria_are_replaced_and_its_veto_stays(tmp_path: Path) -> None:
-    config = mp.MismatchConfig.from_file(write(tmp_path, "preset: geo_rs\nrs: {criteria: ['token:ratio:3']}"))
+    text = '{"preset": "geo_rs", "rs": {"criteria": ["token:ratio:3"]}}'
+    config = mp.MismatchConfig.from_file(write(tmp_path, text, "mismatch.json"))
     assert [criterion.name for criterion in config.criteria] == ["token_ratio"]
     assert config.rs.veto_threshold == 1e-4
 
@@ -85,16 +69,9 @@ def test_a_setting_of_the_file_is_named_as_a_field_beside_flags(tmp_path: Path) 
 REFUSED = {
     "a list": ("- use_tis", "holds a list, not a mapping of settings"),
     "half a list": ("use_tis: [", "cannot be read as YAML or JSON"),
-    "slime's form": ("tis_mode: clip", "setting 'tis_mode' is unknown: did you mean tis.mode"),
-    "a preset": ("preset: tokn_is", "preset 'tokn_is' is unknown"),
-    "a number": ("use_tis: true\ntis: {upper_bound: 1:30}", "upper_bound is '1:30', which is not a number"),
     "a key twice": ("tis: {mode: clip, mode: mask}", "'mode' is there twice: keep one of them"),
-    "a section twice": ("tis:\n  mode: clip\nrs: {}\ntis: {}\n", "'tis' is there twice"),
     "an alias": ("tis: &a {x: [*a]}", r"it has an alias \(\*\): write out"),
     "too large": ("use_tis: true\n" + "#" * (1 << 20), "is larger than 1 MiB"),
-    "code": ("x: !!python/object/apply:os.system ['true']", "could not determine a constructor"),
-    "JSON brackets": ('{"tis": ' + "[" * 100_000 + "]" * 100_000 + "}", "cannot be read as YAML or JSON"),
-    "JSON digits": ('{"tis": {"upper_bound": 1' + "0" * 400 + "}}", "upper_bound"),
     "JSON key twice": ('{"use_tis": true, "use_tis": false}', "'use_tis' is there twice"),
 }  # fmt: skip
 
@@ -108,14 +85,10 @@ def test_what_is_no_configuration_ends_in_a_sentence(name: str, tmp_path: Path) 
 
 
 def test_what_is_no_text_file_is_named_and_not_read(tmp_path: Path) -> None:
-    """A pipe without a writer would block for ever, a device would be read without end."""
+    """A pipe without a writer would block for ever."""
     pipe, binary = tmp_path / "pipe.yaml", tmp_path / "mismatch.yaml"
     os.mkfifo(pipe)
     binary.write_bytes(b"\xff\xfe\x00")
-    for path, reason in {
-        Path("/dev/zero"): "is a device, not a regular file",
-        pipe: "is a pipe, not a regular file",
-        binary: "can't decode",
-    }.items():
+    for path, reason in ((pipe, "is a pipe, not a regular file"), (binary, "can't decode")):
         with pytest.raises(ValueError, match=f"configuration file {path} cannot be read .*{reason}"):
             read_mapping(path)

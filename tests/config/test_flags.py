@@ -83,7 +83,6 @@ def test_what_was_typed_is_nested_and_what_yaml_leaves_on_a_namespace_is_read() 
     namespace = argparse.Namespace(mismatch_metrics=False, mismatch_dry_run=False, rs_criterion="token:k2:0.5")
     assert given_flags(namespace) == {"metrics": False, "rs": {"criteria": ["token:k2:0.5"]}}
     assert mp.MismatchConfig.from_args(namespace).metrics == "off"
-    assert given_flags(argparse.Namespace(rs_criterion=[])) == {}
     with pytest.raises(ValueError, match="--tis-level is False: it should be 'token', 'turn'"):
         mp.MismatchConfig.from_args(argparse.Namespace(use_tis=True, tis_level=False))
 

@@ -16,7 +16,7 @@ import pytest
 from pydantic import ValidationError
 
 import mismatch_plugin as mp
-from mismatch_plugin.config import ImportanceSampling, bound_warnings
+from mismatch_plugin.config import bound_warnings
 from mismatch_plugin.config.rules import truncated_product
 from mismatch_plugin.config.values import bounds, number, parse_bool
 from tests.config.reading import criteria, noted, read
@@ -37,24 +37,15 @@ RESOLVED: list[tuple[str, str, tuple[Any, ...]]] = [
     ("--use-tis", SWITCHES, (2, True, False, "ppo")),
     (f"{BOTH} --tis-level sequence", SWITCHES, (3, True, False, "reinforce")),
     (f"{BOTH} --tis-level none --rs-veto-threshold 1e-4", SWITCHES, (3, False, True, "reinforce")),
-    ("--use-tis --tis-mode mask --mismatch-objective reinforce", SWITCHES, (2, True, True, "reinforce")),
     ("--rs-criterion token:ratio:2 --mismatch-objective cispo", SWITCHES, (0, False, True, "cispo")),
     ("--rs-max-staleness 2", SWITCHES, (0, False, True, "ppo")),
     ("--rollout-log-prob-policy drop-token", SWITCHES, (0, False, True, "ppo")),
-    ("--rollout-log-prob-policy neutral", SWITCHES, (0, False, False, "ppo")),
     # bounds
     ("--use-tis", "tis.mode tis.level tis.lower tis.upper", ("truncate", "token", 0.5, 2.0)),
     ("--use-tis --tis-upper-bound inf", "tis.lower tis.upper", (math.exp(-20), math.exp(20))),
-    ("--use-tis --tis-mode clip --tis-upper-bound 4", "tis.lower", (0.25,)),
-    ("--use-tis --tis-mode clip --tis-upper-bound 4 --tis-lower-bound 0", "tis.lower", (0.0,)),
     ("--use-tis --tis-mode clip --tis-upper-bound 4 --tis-lower-bound 4", "tis.lower", (4.0,)),
     ("--use-tis --tis-upper-bound 0.5", "tis.lower tis.upper", (0.5, 0.5)),
-    ("--use-tis --tis-mode mask --tis-upper-bound 0.5 --tis-lower-bound 0.1", "tis.lower", (0.1,)),
-    ("--use-tis --tis-upper-bound 2.1e-9", "tis.upper", (2.1e-9,)),
     ("--use-tis --tis-upper-bound-positive 3", "tis.positive tis.differs_by_sign", ((0.5, 3.0), True)),
-    ("--use-tis --tis-upper-bound-positive inf", "tis.positive", ((0.5, math.exp(20)),)),
-    ("--use-tis --tis-mode clip --tis-lower-bound-positive 1", "tis.positive weighs_by_sign", ((1.0, 2.0), True)),
-    ("--use-tis --tis-level turn --tis-upper-bound 1.05 --tis-bound-growth 0.5", "tis.growth", (0.5,)),
     # ε that is not given is the objective's own
     ("", CLIP, (0.2, 0.2)),
     ("--mismatch-objective gspo", CLIP, (3e-4, 4e-4)),
@@ -62,32 +53,18 @@ RESOLVED: list[tuple[str, str, tuple[Any, ...]]] = [
     ("--mismatch-objective gmpo", CLIP, (0.4, 0.4)),
     ("--mismatch-objective reinforce", f"{CLIP} ratio_bounds", (0.2, 0.2, None)),
     ("--mismatch-objective gspo --mismatch-eps-clip-low 0.2", CLIP, (0.2, 4e-4)),
-    ("--mismatch-objective cispo --mismatch-eps-clip-high 5", CLIP, (1.0, 5.0)),
-    ("--mismatch-objective cispo --mismatch-eps-clip-high 5", "ratio_bounds", ((0.0, 6.0),)),
-    ("--mismatch-objective gmpo --mismatch-eps-clip-high inf", "ratio_bounds", ((math.exp(-0.4), math.exp(20)),)),
-    ("--mismatch-objective sapo", "ratio_bounds", (None,)),
     # which policy is judged, and what a step needs
     (CRITERION, POLICIES, (False, True, True)),
     (f"{CRITERION} --rs-policy current", POLICIES, (True, False, False)),
     (f"{CRITERION} --use-rollout-log-probs", POLICIES, (False, False, False)),
     ("", POLICIES, (False, True, False)),
     ("", NEEDS, (False, False, True)),
-    ("--rs-max-staleness 1", NEEDS, (False, False, True)),  # versions alone decide
     ("--mismatch-rollout-kl-coef 0.1", NEEDS, (True, True, False)),
     (CRITERION, NEEDS, (True, True, False)),
     (f"--mismatch-dry-run {CRITERION}", NEEDS, (True, False, True)),
-    (f"--mismatch-dry-run {CRITERION} --rollout-log-prob-policy neutral", NEEDS, (True, False, False)),
-    ("--mismatch-gate-kl 1e-3", NEEDS, (True, False, True)),
-    ("--use-rollout-log-probs", NEEDS, (True, True, False)),
     ("--use-tis --tis-batch-normalize", STEPS, (True, True, False)),
-    ("--use-tis --tis-batch-normalize --tis-batch-normalize-scope micro_batch", STEPS, (True, False, False)),
-    ("--use-tis --tis-batch-normalize --mismatch-dry-run", STEPS, (True, False, False)),
     (CRITERION, STEPS, (False, False, True)),
-    (f"{CRITERION} --mismatch-denominator original", STEPS, (False, False, False)),
     (f"{CRITERION}@away", "needs_advantages advantage_readers", (True, ("criterion token_tv_away",))),
-    (CRITERION, "needs_advantages budgets", (False, ())),
-    ("--rs-group drop --rs-min-group 3 --rs-max-staleness 2", "rs.least_accepted", (3,)),
-    ("--mismatch-entropy-coef 0.1 --mismatch-kl-coef 0.2", "other_terms", (["an entropy term", "a KL term"],)),
     ("tis: {batch_normalize: false, lower_bound: null}", "tis", (mp.MismatchConfig().tis,)),  # off is off
     ("metrics: off", "metrics", ("off",)),  # YAML 1.1 reads false
 ]
@@ -103,15 +80,9 @@ def test_settings_resolve_to(text: str, names: str, values: tuple[Any, ...]) -> 
 
 CRITERIA: list[tuple[Any, tuple[Any, ...], tuple[float | None, float | None]]] = [
     ("sequence_max:k2:0.5", ("sequence_max", "k2", None, 0.5), (None, 0.5)),
-    ("token:ratio:0.2:3", ("token", "ratio", 0.2, 3.0), (math.log(0.2), math.log(3))),
-    ("token:ratio:4", ("token", "ratio", 0.25, 4.0), (math.log(0.25), math.log(4))),
     ("sequence_sum:k1:0:5", ("sequence_sum", "k1", 0.0, 5.0), (None, math.log(5))),
     ("geometric:ratio", ("sequence_mean", "ratio", 1 / 1.05, 1.05), (math.log(1 / 1.05), math.log(1.05))),  # of TIS
-    ("token:k3:0.01:1e-1", ("token", "k3", 0.01, 0.1), (0.01, 0.1)),
-    ("token:ratio:0.5:inf", ("token", "ratio", 0.5, math.inf), (math.log(0.5), None)),
     ("token:k2:0.02:mean=0.02", ("token", "k2", None, 0.02, "mean=0.02"), (None, 0.02)),
-    ("token:tv:0.15:share=1e-1", ("token", "tv", None, 0.15, "share=0.1"), (None, 0.15)),
-    ("token:tv:0.15@any", ("token", "tv", None, 0.15), (None, 0.15)),
     ("sequence_mean:k1:0.9:inf@negative", ("sequence_mean", "k1", 0.9, math.inf, "negative"), (math.log(0.9), None)),
     ({"statistic": "binary_kl", "upper_bound": "0.1"}, ("token", "binary_kl", None, 0.1), (None, 0.1)),
 ]
@@ -129,11 +100,8 @@ def test_criteria_have_their_bounds_in_their_own_space(spec: Any, expected: Any,
 TO_FOUR = "--use-rs --rs-upper-bound 4"
 BY_FLAGS = {
     TO_FOUR: [("token", "ratio", 0.25, 4.0)],
-    f"{TO_FOUR} --rs-level sequence --rs-lower-bound 0": [("sequence_sum", "ratio", 0.0, 4.0)],
     f"{TO_FOUR} --rs-level geometric --rs-lower-bound 0.9": [("sequence_mean", "ratio", 0.9, 4.0)],
     "--use-tis --tis-upper-bound 5 --use-rs": [("token", "ratio", 0.2, 5.0)],
-    "--use-tis --tis-upper-bound 5 --use-rs --rs-lower-bound 0.1": [("token", "ratio", 0.1, 5.0)],
-    "--use-rs --rs-upper-bound inf --rs-lower-bound 0.5": [("token", "ratio", 0.5, math.inf)],
     f"--rs-criterion token:k2:0.5 {TO_FOUR}": [("token", "k2", None, 0.5), ("token", "ratio", 0.25, 4.0)],
 }
 
@@ -146,19 +114,16 @@ def test_rejection_flags_are_one_criterion_of_the_ratio_beside_the_others(line: 
 # What is refused ------------------------------------------------------------------------------------------------------
 
 GAMMA = f"{BOTH} --tis-level sequence --tis-mode gamma"
+GROWING = "--use-tis --tis-level turn --tis-upper-bound 1.05 --tis-bound-growth 0.5"
 NO_WEIGHT = "changes no weight without --use-tis: change that, or leave it out."
 
 REFUSED = [
     # without effect, asked for
     ("--tis-mode clip", f"--tis-mode clip {NO_WEIGHT}"),
     ("--tis-mode truncate", f"--tis-mode truncate {NO_WEIGHT}"),  # the default, but typed
-    ("--tis-upper-bound-positive 3", f"--tis-upper-bound-positive 3 {NO_WEIGHT}"),
-    ("--tis-batch-normalize", f"--tis-batch-normalize {NO_WEIGHT}"),
     ("tis: {mode: clip}", "tis.mode clip changes no weight without use_tis: change that, or leave it out."),
     ("--use-tis --tis-lower-bound 0.1", "--tis-lower-bound 0.1 bounds no weight under --tis-mode truncate"),
-    ("--use-tis --tis-lower-bound-positive 1", "--tis-lower-bound-positive 1 bounds no weight under --tis-mode trunc"),
     (f"{GAMMA} --tis-upper-bound 3", "--tis-upper-bound 3 bounds no weight under --tis-mode gamma"),
-    (f"{GAMMA} --tis-upper-bound-positive 3", "--tis-upper-bound-positive 3 bounds no weight under --tis-mode gamma"),
     ("--use-tis --tis-batch-normalize-scope step", "changes nothing without --tis-batch-normalize"),
     ("--use-tis --tis-upper-bound 1.05 --tis-bound-growth 0.5", "--tis-bound-growth 0.5 needs a --tis-level whose"),
     (f"{BOTH} --tis-level none --tis-mode mask", "--tis-mode mask changes nothing at --tis-level none (every weight"),
@@ -166,12 +131,10 @@ REFUSED = [
     (f"{BOTH} --mismatch-eps-clip-high 0.3", "--mismatch-eps-clip-high 0.3 changes nothing in algorithm 3"),
     ("--mismatch-objective reinforce --mismatch-eps-clip-low 0.1", "0.1 changes nothing under --mismatch-objective r"),
     ("--mismatch-objective cispo --mismatch-dual-clip 3", "--mismatch-dual-clip 3 changes nothing under"),
-    ("--mismatch-objective gmpo --mismatch-dual-clip 3", "--mismatch-dual-clip 3 changes nothing under"),
     ("--mismatch-objective sapo --mismatch-eps-clip-low 0.1", "--mismatch-eps-clip-low 0.1 changes nothing under"),
     ("--mismatch-tau-negative 2", "--mismatch-tau-negative 2 changes nothing without --mismatch-objective sapo"),
     ("--mismatch-length-norm 100", "length-norm 100 needs --mismatch-aggregation seq-mean-token-sum"),
     ("--mismatch-kl-type k1", "--mismatch-kl-type k1 changes nothing without --mismatch-kl-coef"),
-    ("--mismatch-kl-importance-weighted", "kl-importance-weighted changes nothing without --mismatch-kl-coef"),
     ("--mismatch-kl-coef 0.1 --mismatch-kl-importance-weighted", "needs importance weights (--use-tis)"),
     ("--mismatch-rollout-kl-type k3", "--mismatch-rollout-kl-type k3 changes nothing without"),
     ("--mismatch-rollout-kl-coef 0.1 --mismatch-rollout-kl-on accepted", "on accepted needs something that rejects"),
@@ -181,15 +144,11 @@ REFUSED = [
     ("--rs-group exclude", "--rs-group exclude needs something that rejects"),
     (f"--rs-group exclude --rs-min-group 3 {CRITERION}", "--rs-min-group 3 changes nothing without --rs-group drop"),
     ("--mismatch-metrics off --mismatch-gate-kl 1e-3", "0.001 compares k3_kl, which --mismatch-metrics off does not"),
-    ("--rs-level sequence", "--rs-level sequence rejects nothing without --use-rs: add --use-rs, or leave it out."),
     ("--rs-lower-bound 0", "--rs-lower-bound 0.0 rejects nothing without --use-rs"),
     # contradictions
     ("--use-tis --tis-level none", "--tis-level none is REINFORCE with rejection only: it needs --use-rollout-log-pro"),
     ("--use-tis --tis-mode gamma", "--tis-mode gamma weighs responses by π_θ/π_rollout: it needs"),
-    (
-        "--use-tis --tis-level turn --tis-upper-bound 2 --tis-bound-growth 0.5 --tis-upper-bound-positive 3",
-        "--tis-bound-growth grows one pair of bounds",
-    ),
+    (f"{GROWING} --tis-upper-bound-positive 3", "--tis-bound-growth grows one pair of bounds"),
     (f"--rs-group drop {CRITERION}", "--rs-group drop needs --rs-min-group"),
     (f"--rs-group exclude {CRITERION}@negative", "and criterion token_tv_negative needs these"),
     (f"--rs-group exclude {CRITERION} --use-tis --tis-upper-bound-positive 3", "and bounds for A ≥ 0 needs these"),
@@ -202,27 +161,17 @@ REFUSED = [
     ("--use-tis --tis-mode clip --tis-lower-bound 3", "--tis-lower-bound 3 is above --tis-upper-bound 2: lower it,"),
     ("--use-tis --tis-mode mask --tis-upper-bound 0.5", "0.5 is below the lower bound that --tis-mode mask has by de"),
     ("--use-tis --tis-mode clip --tis-lower-bound-positive 5", "is 5 to 2, which holds no ratio"),
-    ("--use-tis --tis-upper-bound-positive 1e-60", "is 1e-60 to 1e-60, which holds no ratio"),
     ("--use-tis --tis-level turn --tis-bound-growth 0.5", "--tis-bound-growth 0.5 needs bounds around 1"),
-    ("--use-tis --tis-level turn --tis-bound-growth 0.5 --tis-upper-bound 0.9", "--tis-bound-growth 0.5 needs bounds"),
     ("--mismatch-eps-clip-high 1e60", "--mismatch-eps-clip-high 1e+60 is above e^20"),
-    ("--mismatch-objective sapo --mismatch-tau-positive 0", "tau-positive is 0.0: it should be greater than"),
-    ("--mismatch-gate-kl nan", "--mismatch-gate-kl is nan: it should be greater than 0."),
-    ("--rs-max-staleness -1", "--rs-max-staleness is -1: it should be greater than or equal to 0"),
     # criteria
     ("--rs-criterion token:ratio", "rs criterion token_ratio has no upper bound and there is no TIS bound to inherit"),
-    ("--use-rs", "rs criterion token_ratio has no upper bound and there is no TIS bound to inherit: give it one ("),
     (f"{BOTH} --tis-level none --rs-criterion token:ratio", "there is no TIS bound to inherit"),
     ("--use-tis --rs-criterion token:k2", "rs criterion token_k2 has no upper bound: give it one"),
     ("--rs-criterion token:ratio:3:2", "rs criterion token_ratio has lower bound 3 above upper bound 2: swap"),
-    ("use_tis: true, rs: {criteria: [{lower_bound: 3}]}", "has lower bound 3 above upper bound 2: swap them."),
     ("--rs-criterion sequence_mean:k1:0.1", "has upper bound 0.1 alone, and its reciprocal"),
     ("--rs-criterion token:ratio:2 --rs-criterion token:k1:3", "rs.criteria names the same criterion twice (token_r"),
     ("--rs-criterion ratio", "rs criterion 'ratio' cannot be read: write AGGREGATE:STATISTIC[:LOWER]:UPPER"),
     ("--rs-criterion tokn:ratio:2", "--rs-criterion's aggregate is 'tokn': it should be 'token', 'sequence_sum'"),
-    ("--rs-criterion token:k4:2", "--rs-criterion's statistic is 'k4': it should be 'ratio'"),
-    ("--rs-criterion token:ratio:1_2", "upper_bound is '1_2', which is not a"),
-    ("--rs-criterion token:tv:0.1@towards", "condition is 'towards': it should be 'any', 'negative' or 'away'."),
     ("--rs-criterion token:tv:0.1:shar=0.1", "the budget of rs criterion 'token:tv:0.1:shar=0.1', 'shar' is unknown"),
     ("--rs-criterion token:tv:0.1:share=25", "share is 25.0: it should be less than 1."),
     ("--rs-criterion sequence_mean:tv:0.1@away", "away is for aggregate token"),
@@ -230,20 +179,14 @@ REFUSED = [
     ("--rs-criterion token:ratio:2:share=0.1", "raises one bound, and ratio has two: choose k2 or k3"),
     ("--rs-criterion token:k2:0.1:2:share=0.1", "raises the upper bound alone: leave the lower one out"),
     ("--rs-criterion token:k2:2:share=0.1@away", "counts all units: leave the condition out"),
-    ("--use-rs --rs-upper-bound 0", "--rs-criterion's upper_bound is 0.0: it should be greater than 0."),
     # words
-    ("--tis-mode cap", "argument --tis-mode: invalid choice: 'cap'"),
     ("--tis-upper-bound 1_2", "argument --tis-upper-bound: invalid number value: '1_2'"),
-    ("--rs-max-staleness 1.5", "invalid int value"),
     ("--tis-levle token", "--tis-levle is no flag of this package, did you mean --tis-level?"),
-    ("--learning-rate 1", "--learning-rate is no flag of this package."),
     ("--tis-level token --tis-level turn", "--tis-level turn contradicts --tis-level token, give it once"),
     ("--mismatch-explain-only", "--mismatch-explain-only is for a launch line, leave it out."),
-    ("--mismatch-preset tokenis", "preset 'tokenis' is unknown: did you mean token_is"),
     ("--mismatch-preset pg_rs --tis-upper-bound 3", "--tis-upper-bound 3 changes nothing at --tis-level none"),
     ("--mismatch-config nowhere.yaml", "configuration file nowhere.yaml does not exist: check the path given."),
     ("tis_level: 1", 'setting tis_level is one of a section: write tis={"level": …}.'),
-    ("use_level: 1", "Extra inputs"),
 ]  # fmt: skip
 
 
@@ -256,16 +199,12 @@ def test_refused_with_a_sentence_that_names_the_setting(text: str, sentence: str
 
 
 VALUES: list[tuple[dict[str, Any], str]] = [
-    ({"tis": {"mode": "cap"}}, "tis.mode is 'cap': it should be 'truncate', 'clip', 'mask' or 'gamma'."),
     ({"tis": {"mode": "cap"}, "terms": {"kl_coef": -1}}, "or 'gamma'. terms.kl_coef is -1:"),
     ({"tis": {"upper_bound": math.nan}}, "tis.upper_bound is nan: it should be greater than 0."),
     ({"tis": {"upper_bound": "1_2"}}, "upper_bound is '1_2', which is not a number"),
     ({"ppo": {"eps_clip_low": True}}, "eps_clip_low is True, which is not a number"),
     ({"length_norm": 1e-60}, "length_norm is 1e-60: it should be greater than or equal to 0.000001."),
-    ({"length_norm": "two"}, "length_norm is 'two', which is not a number"),
     ({"rs": {"max_staleness": 1.5}}, "rs.max_staleness is 1.5: it should be a valid integer"),
-    ({"rs": {"criteria": [{"upper_bound": 0}]}}, "rs.criteria.0.upper_bound is 0: it should be greater than 0."),
-    ({"tis": "clip"}, "tis is 'clip': it should be a valid dictionary"),
     ({"tis": {"mdoe": "clip"}}, "setting 'tis.mdoe' is unknown: did you mean tis.mode?"),
     ({"tis_mode": "clip"}, "setting 'tis_mode' is unknown: did you mean tis.mode?"),
     ({"rs": {"use": True}}, "setting 'rs.use' is unknown: there is rs.criteria, rs.veto_threshold, rs.policy,"),
@@ -306,23 +245,16 @@ NOTED = [
     ("--use-tis --tis-level geometric", []),
     ("--rs-criterion sequence_mean:ratio:2", [f"sequence_mean_ratio with upper bound 2 rejects {GEOMETRIC}"]),
     ("--rs-criterion sequence_mean:ratio:1.1 --rs-criterion sequence_mean:k2:2", []),
-    ("--rs-criterion sequence_sum:ratio:2", []),
     ("--rs-criterion token:tv:1", ["criterion token_tv rejects nothing"]),
     ("--rs-criterion token:tv:0.99 --rs-criterion sequence_sum:tv:1", []),
-    ("--rs-criterion sequence_mean:k1:inf", ["criterion sequence_mean_ratio rejects nothing"]),
     ("--rs-criterion token:k2:inf", ["criterion token_k2 rejects nothing"]),
     (BOTH, ["algorithm 3 at token level is biased: the rollout-correction guide"]),
     ("--mismatch-preset dppo_tv", []),  # judged by DPPO
     ("--mismatch-objective gspo", [PAPER_MEAN]),
-    ("--mismatch-objective sapo", [PAPER_MEAN]),
-    ("--mismatch-objective gmpo", [PAPER_MEAN]),
     (GSPO, []),
     (f"{GSPO} --mismatch-eps-clip-high 0.01", []),
     (f"{GSPO} --mismatch-eps-clip-high 0.2", ["objective gspo with ε 0.0003 and 0.2 clips hardly"]),
-    (f"{GSPO} --mismatch-dual-clip 3", []),
-    (GMPO, []),
     (f"{GMPO} --mismatch-eps-clip-low 0.2", ["objective gmpo with ε 0.2 and 0.4 clips earlier"]),
-    ("--mismatch-objective cispo", []),
     ("--mismatch-objective cispo --mismatch-eps-clip-low 0.2", ["also clips small ratios"]),
     ("--use-tis --mismatch-objective reinforce", []),
     ("--use-rollout-log-probs --mismatch-objective reinforce", ["nothing corrects the mismatch but rejection"]),
@@ -361,22 +293,17 @@ BOUNDED: list[tuple[str, object, str]] = [
     ("--use-tis --tis-upper-bound 1", None, ""),
     ("--use-tis --tis-upper-bound 100", None, ""),
     ("--use-tis --tis-upper-bound 101", None, "--tis-upper-bound 101: one weight can outweigh 100"),
-    ("--rs-criterion token:ratio:101", None, ""),  # no weight is bounded
-    (SEQUENCE, None, ""),
     (SEQUENCE, 100, ""),
     (SEQUENCE, "8192", ""),  # a host's reference to another key: not known
     (SEQUENCE, 8192, "over 8192 tokens: at KL 0.001 weights bounded by 2 have mean 0.06"),
     (SEQUENCE.replace("sequence", "turn"), 8192, "mean 0.06, ESS 4.5%"),
-    (SEQUENCE.replace("sequence", "prefix"), 1, ""),
     (SEQUENCE.replace("sequence", "prefix"), 8192, "mean 0.3, ESS 23.5%"),
     (SEQUENCE.replace("sequence", "geometric"), 8192, ""),
     ("--use-tis", 8192, ""),
     (f"{SEQUENCE} --tis-mode clip", 8192, ""),  # no weight is below 1/2
     (f"{SEQUENCE} --tis-mode mask", 500, "mean"),  # what is outside is lost
-    (SEQUENCE, 10**7, "mean"),  # no overflow
     (GROWN, 400, ""),
     (GROWN, 8192, "1.05^(n^0.5)"),
-    (GAMMA, 50, ""),
     (GAMMA, 8192, "weights of mode gamma have mean"),
 ]
 
@@ -423,10 +350,6 @@ def test_a_configuration_is_frozen_and_replace_changes_what_it_names_alone() -> 
     assert (changed.tis.upper_bound, changed.tis.level, changed.metrics) == (5.0, "sequence", "full")
     assert changed.rs == config.rs and changed.algorithm == 2
     assert changed.replace(tis={"upper_bound": config.tis.upper_bound}, metrics="basic") == config
-    assert hash(changed.replace(metrics="full")) == hash(changed)
-    whole = changed.replace(tis=ImportanceSampling(level="geometric"))
-    assert (whole.tis.level, whole.tis.upper_bound) == ("geometric", 2.0)
-    assert [c.name for c in changed.replace(rs={"criteria": ["token:k2:0.5"]}).rs.criteria] == ["token_k2"]
     gspo = mp.MismatchConfig(objective="gspo", aggregation="seq-mean-token-mean")
     assert gspo.replace(objective="cispo").ppo.eps_clip_low == 1.0, "another objective brings its own ε"
     assert gspo.replace(objective="ppo") == mp.MismatchConfig(aggregation="seq-mean-token-mean")
@@ -434,18 +357,12 @@ def test_a_configuration_is_frozen_and_replace_changes_what_it_names_alone() -> 
     assert given.replace(objective="ppo").ppo.eps_clip_low == 1.0, "but not in the place of one that was given"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"tis": {"upper_bound": -1.0}}, r"tis.upper_bound is -1.0: it should be greater than 0"),
-        ({"tis": {"uper_bound": 1.0}}, "did you mean tis.upper_bound"),
-        ({"tis": {"lower_bound": 0.5}}, "tis.lower_bound 0.5 bounds no weight under tis.mode truncate"),
-    ],
-)
-def test_replace_validates(changes: dict[str, Any], message: str) -> None:
+def test_replace_validates() -> None:
     for config in (mp.preset("token_is"), mp.MismatchConfig(use_tis=True)):
-        with pytest.raises(ValueError, match=message):
-            config.replace(**changes)
+        with pytest.raises(ValueError, match=r"tis.upper_bound is -1.0: it should be greater than 0"):
+            config.replace(tis={"upper_bound": -1.0})
+        with pytest.raises(ValueError, match=r"tis.lower_bound 0.5 bounds no weight under tis.mode truncate"):
+            config.replace(tis={"lower_bound": 0.5})
 
 
 def test_what_was_given_by_hand_stays_by_hand_and_what_a_preset_brought_does_not() -> None:
@@ -458,18 +375,15 @@ def test_what_was_given_by_hand_stays_by_hand_and_what_a_preset_brought_does_not
 
 
 SHOWN = [
-    ("--use-tis --tis-level turn --tis-upper-bound 1.05 --tis-bound-growth 0.5", "turn level, truncate, at most 1.05 "),
+    (GROWING, "turn level, truncate, at most 1.05 "),
     ("--use-tis --tis-mode clip --tis-upper-bound-positive 3", "token level, clip, [0.5, 2], where A ≥ 0 [0.5, 3]"),
     (GAMMA, "sequence level, gamma, ρ^k e^(λ(1 − ρ)) with (k, λ)"),
     (f"{CRITERION}@away --rs-policy current", "rejection: token_tv_away in [0, 0.2], judged by π_θ"),
     (f"{CRITERION}:share=0.1", "(a budget: from the second step on the bound rises for share=0.1)\npolicies: three"),
     (f"--rs-group drop --rs-min-group 3 {CRITERION}", "accepted responses only, groups of fewer than 3 have no"),
-    ("--rs-group exclude --rs-max-staleness 2", "versions before\nadvantages: of a group's accepted responses only\n"),
     ("--mismatch-rollout-kl-coef 0.1", "penalty: 0.1 · k2 to π_rollout, on all tokens"),
     (GSPO, "weights: none\nrejection: none\nobjective: gspo, ratio in [0.9997, 1.0004]"),
     ("--use-tis --tis-batch-normalize --mismatch-dry-run", "normalised over auto (dry run: computed, not applied)"),
-    ("--mismatch-dry-run --rs-veto-threshold 0.1", "veto below 0.1 (dry run: none applied)"),
-    ("--mismatch-gate-kl 0.001 --mismatch-report-dir out", "basic, written to out\ngate: k3_kl above 0.001 nats"),
     ("--mismatch-fused-head", "log-probs from hidden states: logits are never whole\ninvalid rollout log-probs: cou"),
     ("--use-tis --mismatch-log-prob-backend torch", "log-probs from logits: torch\ninvalid rollout log-probs: error"),
 ]  # fmt: skip
@@ -478,17 +392,6 @@ SHOWN = [
 @pytest.mark.parametrize(("line", "phrase"), SHOWN)
 def test_the_block_shows_what_is_set(line: str, phrase: str) -> None:
     assert phrase in noted(read, line)[0].describe()
-
-
-def test_the_block_of_the_defaults_shows_nothing_else() -> None:
-    assert mp.MismatchConfig().describe().splitlines() == [
-        "algorithm 0: PPO",
-        "weights: none",
-        "rejection: none",
-        "objective: ppo, ratio in [0.8, 1.2]",
-        "loss: token-mean, denominator auto",
-        "invalid rollout log-probs: counted and left out of the metrics (nothing else reads them); metrics: basic",
-    ]
 
 
 def test_explain_only_prints_the_block_once_and_stops_every_rank(

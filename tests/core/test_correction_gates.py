@@ -63,7 +63,6 @@ def rejecting(*criteria: str, tis: dict[str, Any] | None = None, metrics: str = 
 
 LIMITS: list[tuple[dict[str, Any], int]] = [
     (rejecting(), 94),
-    (mp.preset("token_is").model_dump(exclude_unset=True), 94),
     *((rejecting(criterion), 110) for criterion in FURTHER),
     (rejecting(*FURTHER), 100 + 10 * len(FURTHER)),
     # a condition its comparison and the advantages; the current policy's tokens, log-ratio and k3; staleness; growth
@@ -74,15 +73,12 @@ LIMITS: list[tuple[dict[str, Any], int]] = [
     (rejecting(tis={"level": "sequence", "upper_bound": 2.0, "bound_growth": 0.5}), 110),
     (rejecting(tis={"mode": "gamma", "level": "sequence"}) | {"use_rollout_log_probs": True}, 112),
     (rejecting(metrics="full"), 200),
-    (rejecting("token:k3:0.5", metrics="full"), 200),
     (rejecting(metrics="off"), 60),  # no work for what is off
     ({"metrics": "off"}, 41),
     # next to the sums per sequence those of every turn or chunk; of prefixes a second set of columns
     (rejecting(tis={"level": "turn"}, metrics="off"), 75),
-    (rejecting(tis={"level": "turn"}), 140),
     (rejecting(tis={"level": "turn", "mode": "mask"}, metrics="full"), 235),
     (rejecting(tis={"level": "prefix"}, metrics="off"), 75),
-    (rejecting(tis={"level": "prefix"}), 155),
     (rejecting(tis={"level": "prefix", "mode": "mask"}, metrics="full"), 245),
 ]
 

@@ -1,4 +1,4 @@
-"""Advantages of a group over what is accepted: by hand, against a direct loop and GRPO, the gradient by enumeration."""
+"""Advantages of a group over what is accepted: against a direct loop, the gradient by enumeration."""
 
 from __future__ import annotations
 
@@ -41,18 +41,6 @@ def plain(
     return found
 
 
-# By hand --------------------------------------------------------------------------------------------------------------
-
-
-def test_groups_too_small_to_compare_get_nothing() -> None:
-    ids = ["a", "a", "a", "b", "b", "b", "c"]
-    rewards, accepted = [3.0, 1.0, 0.0, 5.0, 1.0, 2.0, 9.0], [1, 1, 0, 1, 0, 0, 1]
-    root = math.sqrt(0.5)
-    assert mp.group_advantages(rewards, ids, accepted).tolist() == pytest.approx([root, -root, 0, 0, 0, 0, 0], abs=1e-5)
-    assert not mp.group_advantages(rewards, ids, accepted, min_accepted=3).any()
-    assert mp.group_advantages(rewards, ids, accepted, min_accepted=2).any()
-
-
 def test_equal_rewards_give_exactly_nothing() -> None:
     """0.1 + 0.1 + 0.1 is not 3 · 0.1, and the difference divided by a deviation of as little is 1."""
     for reward in (0.1, 0.7, 1e6 + 0.1):
@@ -76,20 +64,14 @@ def test_bad_input_is_named(arguments: tuple[Any, ...], message: str) -> None:
         mp.group_advantages(REWARDS, SAME, min_accepted=0)
 
 
-# On random groups -----------------------------------------------------------------------------------------------------
-
 RESPONSES = st.lists(st.tuples(st.integers(-8, 8), st.integers(0, 3), st.booleans()), min_size=1, max_size=14)
 HOW = [{"normalize": n, "leave_one_out": o} for n in (True, False) for o in (True, False)]
 
 
-def unzipped(responses: list[tuple[int, int, bool]]) -> tuple[list[float], list[int], list[bool]]:
-    rewards, ids, accepted = zip(*responses, strict=True)
-    return [reward / 4 for reward in rewards], list(ids), list(accepted)
-
-
 @given(RESPONSES, st.sampled_from(HOW), st.integers(1, 4))
 def test_equals_the_plain_loop(responses: list[tuple[int, int, bool]], how: dict[str, bool], least: int) -> None:
-    rewards, ids, accepted = unzipped(responses)
+    quarters, ids, accepted = (list(each) for each in zip(*responses, strict=True))
+    rewards = [quarter / 4 for quarter in quarters]
     wanted = plain(rewards, ids, accepted, least=least, **how)
     values = torch.tensor(rewards, dtype=torch.float64)
     for groups in (ids, torch.tensor(ids), list(torch.tensor(ids)), [f"prompt {i}" for i in ids]):
@@ -97,16 +79,10 @@ def test_equals_the_plain_loop(responses: list[tuple[int, int, bool]], how: dict
         assert found.tolist() == pytest.approx(wanted, rel=1e-9, abs=1e-9)
 
 
-# Metrics --------------------------------------------------------------------------------------------------------------
-
-
 def measured(accepted: list[int], least: int = 1) -> list[float]:
     """Two groups of three and one of two."""
     found = group_metrics([1, 0, 0, 1, 1, 0, 2, 2], [0, 0, 0, 1, 1, 1, 2, 2], accepted, least)
     return [found[f"rollout_corr/{name}"] for name in GROUP_METRICS]
-
-
-# What the baseline's bias is ------------------------------------------------------------------------------------------
 
 
 def test_the_gradient_by_enumeration() -> None:

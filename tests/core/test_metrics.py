@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -71,26 +70,6 @@ def test_what_does_not_merge_says_so() -> None:
         less.merge(mp.correct(packed, config(use_tis=True)).statistics)
 
 
-# Full -----------------------------------------------------------------------------------------------------------------
-
-LENGTHS = [3, 300, 0, 255, 256, 1100, 40]
-
-
-def long(scale: float, dtype: torch.dtype = torch.float64, **fields: Any) -> mp.PackedSequences:
-    """Long sequences of random log-probs."""
-    generator = torch.Generator().manual_seed(3)
-    total = sum(LENGTHS)
-    rollout = torch.rand(total, generator=generator, dtype=torch.float64).clamp(1e-3, 0.995).log()
-    noise = scale * torch.randn(total, generator=generator, dtype=torch.float64)
-    return mp.PackedSequences(
-        loss_mask=torch.rand(total, generator=generator) < 0.8,
-        lengths=tuple(LENGTHS),
-        rollout_log_probs=rollout.to(dtype),
-        old_log_probs=(rollout + noise.clamp(max=15.0)).clamp(max=-1e-4).to(dtype),
-        **fields,
-    )
-
-
 def test_versions_more_than_a_slot_table_apart_are_older() -> None:
     """16 slots: 100 and 99 lag 0 and 1; 70 lags 30: "older". Nothing may be attributed to the wrong lag."""
     packed = of_log_ratios([[0.1, 0.2, 0.5]]).replace(weight_versions=torch.tensor([100, 99, 70]))
@@ -102,9 +81,15 @@ def test_versions_more_than_a_slot_table_apart_are_older() -> None:
 
 def test_every_declared_metric_is_reachable_and_documented() -> None:
     """Some configuration gives each declared name, and none gives a name that is not declared."""
-    total = sum(LENGTHS)
-    packed = long(
-        0.3,
+    lengths = (3, 300, 0, 255, 256, 1100, 40)
+    total, generator = sum(lengths), torch.Generator().manual_seed(3)
+    rollout = torch.rand(total, generator=generator, dtype=torch.float64).clamp(1e-3, 0.995).log()
+    noise = 0.3 * torch.randn(total, generator=generator, dtype=torch.float64)
+    packed = mp.PackedSequences(
+        loss_mask=torch.rand(total, generator=generator) < 0.8,
+        lengths=lengths,
+        rollout_log_probs=rollout,
+        old_log_probs=(rollout + noise).clamp(max=-1e-4),
         advantages=torch.ones(total),
         ref_log_probs=torch.full((total,), -1.0),
         entropy=torch.ones(total),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from typing import Any
 
@@ -18,7 +17,6 @@ FLOAT_FIELDS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "advantag
 LENGTHS = (3, 0, 2, 1)
 MASKS = [[1, 0, 1], [], [0, 0], [1]]
 ONES = torch.ones(2, 3)
-PACKS: tuple[Any, ...] = (mp.PackedSequences.from_padded, mp.PackedSequences.from_lists)
 
 
 def rows(start: float, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -43,9 +41,10 @@ def test_from_lists_keeps_every_value_in_order() -> None:
     assert packed.loss_mask.tolist() == [True, False, True, False, False, True]
     assert packed.offsets.tolist() == [0, 3, 3, 5, 6]
     assert packed.sequence_index.tolist() == [0, 0, 0, 2, 2, 3]
-    assert packed.response_positions.tolist() == [4, 5, 6, 0, 1, 9]
     assert mp.PackedSequences.from_lists(loss_masks=MASKS).response_positions.tolist() == [0, 1, 2, 0, 1, 0]
     assert packed.rewards is not None and packed.rewards.tolist() == [1, 2, 3, 4]
+    spread = mp.PackedSequences.from_lists(loss_masks=MASKS, advantages=[1.5, 7.0, -2.0, torch.tensor(0.5)])
+    assert spread.advantages is not None and spread.advantages.tolist() == [1.5, 1.5, 1.5, -2, -2, 0.5]
     for i, name in enumerate(FLOAT_FIELDS):
         value = getattr(packed, name)
         assert value.dtype == torch.float64 and torch.equal(value, torch.cat(rows(i / 100)))
@@ -69,13 +68,6 @@ def test_unpack_and_to_padded_round_trip() -> None:
     )
     assert cut.lengths == LENGTHS and torch.equal(cut.loss_mask, packed.loss_mask)
     assert cut.old_log_probs is not None and torch.equal(cut.old_log_probs, packed.old_log_probs)
-
-
-def test_one_advantage_a_sequence_is_spread_over_its_tokens() -> None:
-    packed = mp.PackedSequences.from_lists(loss_masks=MASKS, advantages=[1.5, 7.0, -2.0, torch.tensor(0.5)])
-    assert packed.advantages is not None and packed.advantages.tolist() == [1.5, 1.5, 1.5, -2, -2, 0.5]
-    padded = mp.PackedSequences.from_padded(loss_masks=ONES, lengths=[3, 1], advantages=torch.tensor([1.0, 2.0]))
-    assert padded.advantages is not None and padded.advantages.tolist() == [1, 1, 1, 2]
 
 
 def test_train_log_probs_is_the_other_spelling_of_old_log_probs() -> None:
@@ -120,94 +112,75 @@ def test_lists_become_what_torch_makes_of_each() -> None:
 
 # Refused --------------------------------------------------------------------------------------------------------------
 
+LISTS, PADDED = mp.PackedSequences.from_lists, mp.PackedSequences.from_padded
+ONE, SQUARE = {"loss_masks": [[1]]}, {"loss_masks": ONES}
 TWO = {"loss_masks": [[1], [1, 1, 1]], "sequence_ids": ["p7", "p8"]}
-ERRORS: list[tuple[dict[str, Any], str]] = [
-    ({"loss_masks": [[1]], "entropy": [[-1.0], [-1.0]]}, "entropy has 2 sequences, loss_masks 1"),
+FLAT = {"loss_mask": torch.ones(3).bool(), "lengths": (2, 1)}
+ERRORS: list[tuple[Any, dict[str, Any], str]] = [
+    (LISTS, ONE | {"entropy": [[-1.0], [-1.0]]}, "entropy has 2 sequences, loss_masks 1"),
     (
+        LISTS,
         TWO | {"rollout_log_probs": [[-1.0], [-1.0, -1.0]]},
-        r"rollout_log_probs of sequence p8 has shape \(2,\), its loss mask 3 tokens",
+        r"of sequence p8 has shape \(2,\), its loss mask 3 to",
     ),
-    (TWO | {"rollout_log_probs": [[-1.0], None]}, "rollout_log_probs of sequence p8 is no list of numbers"),
-    ({"loss_masks": [[1]], "weight_versions": [[1, 2]]}, "weight_versions of sequence 0"),
-    ({"loss_masks": [[1, 1]], "entropy": [torch.zeros(1, 2)]}, r"entropy .* has shape \(1, 2\)"),
-    ({"loss_masks": [[1, 2]]}, "loss_masks holds 2: a mask is 1"),
-    ({"loss_masks": [[1, None]]}, "loss_masks holds nan"),
-    ({"loss_masks": [[1]], "sequence_ids": ["a", "b"]}, r"sequence_ids has 2"),
-    ({"loss_masks": [[1]], "rewards": [1.0, 2.0]}, "rewards"),
-    ({"loss_masks": [[1]], "rollout_log_probs": ["1.0"]}, "rollout_log_probs of sequence 0 is no list of numbers"),
-    ({"loss_masks": [[1]], "rollout_log_probs": [[[1.0], [2.0, 3.0]]]}, "of sequence 0 is no list of numbers"),
-    *(
-        ({"loss_masks": [[1], [1, 1]], name: [[0], row]}, f"{name} of sequence 1 is .* at position 1: pass whole num")
-        for name, row in (
-            ("unit_ids", [0, 1.5]),
-            ("weight_versions", [0, None]),
-            ("positions", torch.tensor([0, 1e30])),
-        )
+    (LISTS, TWO | {"rollout_log_probs": [[-1.0], None]}, "rollout_log_probs of sequence p8 is no list of numbers"),
+    (LISTS, {"loss_masks": [[1, 1]], "entropy": [torch.zeros(1, 2)]}, r"entropy .* has shape \(1, 2\)"),
+    (LISTS, {"loss_masks": [[1, 2]]}, "loss_masks holds 2: a mask is 1"),
+    (LISTS, ONE | {"sequence_ids": ["a", "b"]}, r"sequence_ids has 2"),
+    (LISTS, ONE | {"rewards": [1.0, 2.0]}, "rewards"),
+    (
+        LISTS,
+        TWO | {"weight_versions": [[0], [0, 1.5, 0]]},
+        "weight_versions of sequence p8 is .* at position 1: pass whole",
     ),
-    *(
-        (TWO | {name: [[0.5], [0.5, value, 0.5]]}, rf"{name} of sequence p8 is {value} at position 1, a token that tr")
-        for name, value in (("advantages", math.nan), ("ref_log_probs", math.inf), ("entropy", -math.inf))
+    (
+        LISTS,
+        TWO | {"advantages": [[0.5], [0.5, math.nan, 0.5]]},
+        "advantages of sequence p8 is nan at position 1, a token",
     ),
-    ({"loss_masks": [[1]], "trainer_version": "7"}, r"trainer_version is '7': pass the number of the weights"),
+    (
+        LISTS,
+        TWO | {"ref_log_probs": [[0.5], [0.5, math.inf, 0.5]]},
+        "ref_log_probs of sequence p8 is inf at position 1",
+    ),
+    (LISTS, ONE | {"trainer_version": "7"}, r"trainer_version is '7': pass the number of the weights"),
+    (PADDED, {"loss_masks": torch.ones(3)}, r"from_padded takes \[batch, length\] tensors"),
+    (PADDED, SQUARE | {"entropy": torch.ones(2, 4)}, r"entropy has shape \(2, 4\): .* of loss_masks, \(2, 3\)"),
+    (PADDED, SQUARE | {"rollout_log_probs": [[1.0] * 3] * 2}, "rollout_log_probs is no tensor"),
+    (PADDED, SQUARE | {"lengths": [3, 4]}, r"lengths \[3, 4\] do not fit"),
+    (PADDED, SQUARE | {"advantages": torch.ones(2, 1)}, r"advantages has shape \(2, 1\).*advantages may be \[batch\]"),
+    (PADDED, SQUARE | {"old_log_probs": ONES.bool()}, r"old_log_probs has dtype torch\.bool: pass log-probs"),
+    (mp.PackedSequences, FLAT | {"loss_mask": torch.ones(3)}, r"loss_mask has dtype torch\.float32"),
+    (mp.PackedSequences, FLAT | {"lengths": (3, 1)}, r"loss_mask has shape \(3,\), but lengths add up to 4"),
+    (mp.PackedSequences, FLAT | {"entropy": torch.zeros(2)}, r"entropy has shape \(2,\), but lengths add up to 3"),
+    (mp.PackedSequences, FLAT | {"positions": torch.zeros(3)}, "positions has dtype torch.float32: pass whole numbers"),
+    (
+        mp.PackedSequences,
+        FLAT | {"chunk_lengths": ((1, 0), (1,))},
+        "chunk_lengths .* must have as many chunks for every",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("fields", "message"), ERRORS, ids=[f"{n}" for n in range(len(ERRORS))])
-def test_from_lists_errors(fields: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("pack", "fields", "message"), ERRORS, ids=range(len(ERRORS)))
+def test_what_is_no_batch_is_refused(pack: Any, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        mp.PackedSequences.from_lists(**fields)
+        pack(**fields)
 
 
-PADDED_ERRORS: list[tuple[dict[str, Any], str]] = [
-    ({"loss_masks": torch.ones(3)}, r"from_padded takes \[batch, length\] tensors"),
-    ({"loss_masks": [[1.0] * 3] * 2}, r"from_padded takes \[batch, length\] tensors; from_lists one list"),
-    ({"entropy": torch.ones(2, 4)}, r"entropy has shape \(2, 4\): .* the shape of loss_masks, \(2, 3\)"),
-    ({"rollout_log_probs": [[1.0] * 3] * 2}, "rollout_log_probs is no tensor"),
-    ({"lengths": [3]}, r"lengths \[3\] do not fit"),
-    ({"lengths": [3, 4]}, r"lengths \[3, 4\] do not fit"),
-    ({"advantages": torch.ones(3)}, "advantages has 3 sequences, loss_masks 2"),
-    ({"advantages": torch.ones(2, 1)}, r"advantages has shape \(2, 1\).*advantages may be \[batch\]"),
-    ({"old_log_probs": ONES.bool()}, r"old_log_probs has dtype torch\.bool: pass log-probs"),
-]
+def test_half_precision_becomes_float32() -> None:
+    half = mp.PackedSequences(loss_mask=torch.ones(3).bool(), lengths=(3,), old_log_probs=-torch.ones(3).bfloat16())
+    assert half.old_log_probs is not None and half.old_log_probs.dtype == torch.float32
 
 
-@pytest.mark.parametrize(("fields", "message"), PADDED_ERRORS, ids=[f"{n}" for n in range(len(PADDED_ERRORS))])
-def test_from_padded_errors(fields: dict[str, Any], message: str) -> None:
-    given: dict[str, Any] = {"loss_masks": ONES, **fields}
-    with pytest.raises(ValueError, match=message):
-        mp.PackedSequences.from_padded(**given)
-
-
-def test_packing_takes_keywords_only_and_an_ide_shows_them() -> None:
+def test_packing_takes_keywords_only() -> None:
     """Catches rollout and training log-probs handed over in the wrong order, which swaps every ratio in silence."""
-    for pack in PACKS:
+    packs: tuple[Any, ...] = (LISTS, PADDED)
+    for pack in packs:
         with pytest.raises(TypeError, match="positional"):
             pack(-ONES, -ONES, ONES)
         with pytest.raises(TypeError, match="unexpected keyword argument 'loss_mask'"):
             pack(loss_mask=ONES)
-    padded, lists = (inspect.signature(pack).parameters.keys() for pack in PACKS)
-    assert padded - lists == {"lengths"} and not lists - padded
-
-
-def test_constructor_errors() -> None:
-    mask = torch.ones(3, dtype=torch.bool)
-    half = mp.PackedSequences(loss_mask=mask, lengths=(3,), old_log_probs=-torch.ones(3, dtype=torch.bfloat16))
-    assert half.old_log_probs is not None and half.old_log_probs.dtype == torch.float32
-    whole = {"positions": torch.tensor([0.0, math.nan, 1.0])}
-    errors: list[tuple[dict[str, Any], str]] = [
-        ({"loss_mask": torch.ones(3), "lengths": (3,)}, r"loss_mask has dtype torch\.float32"),
-        ({"lengths": (3, 1)}, r"loss_mask has shape \(3,\), but lengths add up to 4"),
-        ({"entropy": torch.zeros(2)}, r"entropy has shape \(2,\), but lengths add up to 3"),
-        ({"sequence_ids": ("a",)}, "sequence_ids has 1 entries for 2 sequences"),
-        (whole, "positions has dtype torch.float32: pass whole numbers"),
-        (
-            {"chunk_lengths": ((1, 0), (1,))},
-            r"chunk_lengths .* must have as many chunks for every sequence, and add up",
-        ),
-    ]
-    for fields, message in errors:
-        with pytest.raises(ValueError, match=message):
-            mp.PackedSequences(**{"loss_mask": mask, "lengths": (2, 1), **fields})
 
 
 def test_shape_errors_say_what_to_write() -> None:
@@ -217,14 +190,11 @@ def test_shape_errors_say_what_to_write() -> None:
     pack_rows = r"pass \(512,\), one value a token, or pack with from_padded, which takes \[B, S\]"
     wrong: list[tuple[mp.PackedSequences, tuple[int, ...], str]] = [
         (square, (32, 16), rf"\(32, 16\), the packed batch 512 tokens of 32 sequences: {pack_rows}"),
-        (square, (512, 1), pack_rows),
         (ragged, (4,), r"\(4,\), the packed batch 3 tokens of 2 sequences: pass \(3,\), one value a token"),
         (padded, (2, 4), r"4 tokens of 2 sequences: pass \(4,\), one value a token, or \(2, 3\) as before"),
-        (padded.replace(lengths=(2, 2)), (2, 3), "or pack with from_padded"),
     ]
     for packed, shape, message in wrong:
         with pytest.raises(ValueError, match=message):
             mp.policy_loss(torch.zeros(shape), packed, mp.MismatchConfig())
-    swapped: Any = ragged
     with pytest.raises(TypeError, match="packed is a Tensor: policy_loss takes log_probs, then the PackedSequences"):
-        mp.policy_loss(swapped, torch.zeros(3), mp.MismatchConfig())  # type: ignore[arg-type]
+        mp.policy_loss(ragged, torch.zeros(3), mp.MismatchConfig())  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The policy that is judged, staleness, and budgets. Conditions and all criteria: `test_loss_differential`."""
+"""Values at their bounds, the policy that is judged, and budgets. All else: `test_loss_differential`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.core.rejection import token_statistic
-from tests.core.worked import config, logs, metrics_of, of_log_ratios
+from tests.core.worked import config, logs, metrics_of, of_log_ratios, weighted
 from tests.plain import budget_bounds
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
@@ -21,6 +21,35 @@ NAN, INF = math.nan, math.inf
 
 def rejecting(*criteria: str, **settings: Any) -> mp.MismatchConfig:
     return config(rs={"criteria": criteria, **settings.pop("rs", {})}, **settings)
+
+
+# At a bound, from which the differential test keeps away --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["token", "turn", "prefix"])
+def test_a_ratio_at_its_bound_is_inside(level: str) -> None:
+    """ρ is exactly ½, 2 and just beyond either."""
+    ln2 = math.log(2.0)
+    for train, stays in ((-2 * ln2, True), (0.0, True), (-2 * ln2 - 1e-9, False), (1e-9, False)):
+        values = torch.tensor([-ln2, train], dtype=torch.float64)
+        packed = of_log_ratios([[0.0]]).replace(rollout_log_probs=values[:1], old_log_probs=values[1:])
+        weights = mp.correct(packed, config(**weighted(level, "mask", upper_bound=2.0))).weights
+        assert bool(weights[0] > 0) is stays
+
+
+@pytest.mark.parametrize(("advantage", "condition"), [(-1.0, "negative"), (1.0, "away")])
+def test_a_value_at_its_bound_stays(advantage: float, condition: str) -> None:
+    """Strictly outside goes, under a condition too. 0.25 and ρ = 2 are exact."""
+    rows: dict[str, Any] = {"old_log_probs": logs([[0.5]]), "rollout_log_probs": logs([[0.25]]), "loss_masks": [[1]]}
+    packed = mp.PackedSequences.from_lists(**rows, advantages=[advantage])
+    for bound, keep in (("0.25", 1.0), (f"{math.nextafter(0.2499999, 0)}", 0.0)):
+        assert mp.correct(packed, rejecting(f"token:tv:{bound}@{condition}")).keep.tolist() == [keep]
+
+
+def test_the_veto_sees_ratios_beyond_the_safety_bound() -> None:
+    """e^-25 < 1e-10 and e^-22 > 1e-10."""
+    settings = config(rs={"veto_threshold": 1e-10})
+    assert mp.correct(of_log_ratios([[-25.0], [-22.0]]), settings).keep.tolist() == [0, 1]
 
 
 # The policy that is judged --------------------------------------------------------------------------------------------
@@ -53,53 +82,11 @@ def test_an_invalid_current_log_prob_is_not_judged_and_shows_in_the_loss(bad: fl
     assert bool(result.loss.isnan()) == math.isnan(bad)
 
 
-# Staleness ------------------------------------------------------------------------------------------------------------
-
-
-def versions(**fields: Any) -> mp.PackedSequences:
-    """Versions 7 to 11 under a trainer at 10, the last a server ahead of it; then a tool's token."""
-    given: dict[str, Any] = {
-        "old_log_probs": [[-1.0] * 6],
-        "rollout_log_probs": [[-1.5] * 6],
-        "weight_versions": [[7, 8, 9, 10, 11, -(2**40)]],
-        "trainer_version": 10,
-        "advantages": [1.0],
-        "loss_masks": [[1, 1, 1, 1, 1, 0]],
-    }
-    return mp.PackedSequences.from_lists(**{name: v for name, v in (given | fields).items() if v is not None})
-
-
-@pytest.mark.parametrize(("limit", "expected"), [(0, [0, 0, 0, 1, 1, 0]), (2, [0, 1, 1, 1, 1, 0]), (3, [1] * 5 + [0])])
-@pytest.mark.parametrize("metrics", ["off", "basic", "full"])
-def test_tokens_of_older_weights_leave_the_loss(limit: int, expected: list[int], metrics: str) -> None:
-    """They still count in ratios; a dry run only reports them."""
-    settings = config(use_tis=True, tis={"level": "sequence", "upper_bound": 50.0}, metrics=metrics)
-    limited = settings.replace(rs={"max_staleness": limit})
-    correction, dry = (mp.correct(versions(), each) for each in (limited, limited.replace(dry_run=True)))
-    assert correction.keep.tolist() == expected and dry.keep.tolist() == [1] * 5 + [0]
-    assert torch.equal(correction.weights, mp.correct(versions(), settings).weights)
-    for each in (correction, dry) if metrics != "off" else ():
-        found = each.statistics.metrics()
-        for name in ("rollout_rs_staleness_masked_fraction", "rollout_rs_masked_fraction"):
-            assert found[f"rollout_corr/{name}"] == pytest.approx(1 - sum(expected) / 5)
-        assert found["rollout_corr/kl"] == pytest.approx(-0.5)
-
-
-@pytest.mark.parametrize("metrics", ["off", "full"])
-def test_staleness_needs_no_rollout_log_probs(metrics: str) -> None:
-    """Neither absent nor invalid ones stop it: PPO only measures them."""
-    for rollout in (None, [[NAN, NAN, -1.5, 0.7, -INF, NAN]]):
-        settings = config(rs={"max_staleness": 2}, metrics=metrics)
-        result = mp.policy_loss(torch.full((6,), -1.0), versions(rollout_log_probs=rollout), settings)
-        assert result.correction.keep.tolist() == [0, 1, 1, 1, 1, 0] and int(result.denominator) == 4
-        assert result.correction.tokens_N.tolist() == [5] and result.correction.kept_N.tolist() == [4]
-        result.statistics.metrics()
-
-
 def test_missing_versions_are_an_error() -> None:
     for name in ("weight_versions", "trainer_version"):
+        fields: dict[str, Any] = {"weight_versions": [[7, 8]], "trainer_version": 10} | {name: None}
         with pytest.raises(ValueError, match=f"{name} is missing: rs.max_staleness needs the version"):
-            mp.correct(versions(**{name: None}), config(rs={"max_staleness": 2}))
+            mp.correct(of_log_ratios([[0.1, 0.2]], **fields), config(rs={"max_staleness": 2}))
 
 
 # Budgets --------------------------------------------------------------------------------------------------------------
@@ -134,10 +121,8 @@ def test_m2po_by_hand() -> None:
     assert metrics_of(packed, wide)["rollout_rs_token_k2_threshold"] == 1e12
     assert second(rejecting("token:k2:1e-9:mean=1e-6"))[0] == [1, 0, 0, 0], "what is smallest stays, as in AReaL"
     assert second(rejecting("token:k2:0.3:share=0.6"))[0] == [1, 1, 1, 0], "never below the bound as written"
-    for share, stays in ((0.2, 4), (0.25, 3), (0.6, 2), (0.9, 1)):
-        settings = rejecting(f"token:k2:1e-9:share={share}")
-        assert mp.correct(packed, settings).keep.sum() == 0, "the first step has the bound that is given"
-        assert second(settings)[0] == [1] * stays + [0] * (4 - stays)
+    first = mp.correct(packed, rejecting("token:k2:1e-9:share=0.6"))
+    assert first.keep.sum() == 0, "the first step has the bound that is given"
 
 
 @pytest.mark.parametrize("budget", ["share=0.07", "share=0.5", "mean={:.3g}"])

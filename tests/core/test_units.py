@@ -1,4 +1,4 @@
-"""The units by hand, and that nothing but the table of the settings asks for one by its word."""
+"""The units by hand: running sums, parts of a sequence, empty turns."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.config.units import UNITS
-from mismatch_plugin.core.units import acting_bounds, chunk_parts, number_runs
+from mismatch_plugin.core.units import chunk_parts, number_runs
 from mismatch_plugin.parallel.context import shard
 from tests.core.worked import config, of_log_ratios, weighted
 
@@ -91,35 +90,11 @@ def test_turns_that_are_empty_count_nowhere(mode: str) -> None:
     assert found.statistics.metrics() == pytest.approx(expected.statistics.metrics())
 
 
-@pytest.mark.parametrize(
-    ("ids", "said"),
-    [
-        ([0, 1, 0], "is 0 at position 2"),
-        ([0, 1, 5], "is 5 at position 2"),
-        ([0, 1, 10**12], "is 10{12} at position 2: number its units"),  # memory for them would be set aside
-    ],
-)
-def test_turn_numbers_that_cannot_be_are_refused(ids: list[int], said: str) -> None:
-    packed = mp.PackedSequences.from_lists(loss_masks=[[1], [1, 1, 1]], unit_ids=[[0], ids])
-    if ids[-1] < 10:
-        packed = packed.replace(unit_counts=(1, 3))
-    with pytest.raises(ValueError, match=f"unit_ids of sequence 1 {said}"):
-        packed.unit_numbers()
+def test_turn_numbers_that_cannot_be_are_refused() -> None:
+    """Neither may turn back; nor may memory be set aside for 10^12 of them."""
+    for last, counts in ((0, (1, 3)), (10**12, None)):
+        packed = mp.PackedSequences.from_lists(loss_masks=[[1], [1, 1, 1]], unit_ids=[[0], [0, 1, last]])
+        with pytest.raises(ValueError, match=f"unit_ids of sequence 1 is {last} at position 2"):
+            packed.replace(unit_counts=counts).unit_numbers()
     right = mp.PackedSequences.from_lists(loss_masks=[[1], [1, 1, 1], []], unit_ids=[[0], [0, 1, 2], []])
     assert right.unit_numbers()[1] == (1, 3, 1)
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        (mp.MismatchConfig(), None),
-        (mp.preset("seq_is"), (UNITS["sequence"], 0.5, 2.0, 0.0)),
-        (mp.preset("geo_rs"), (UNITS["geometric"], 1 / 1.001, 1.001, 0.0)),
-        (mp.preset("ppo_is_bypass"), (UNITS["token"], 0.5, 2.0, 0.0)),
-        (mp.preset("prefix_is"), (UNITS["prefix"], 0.2, 5.0, 0.5)),
-        (config(rs={"criteria": ["token:ratio:3@negative", "sequence_max:ratio:4"]}), None),
-        (config(rs={"criteria": ["token:ratio:3"], "policy": "current"}), None),
-    ],
-)
-def test_the_bounds_that_act(settings: mp.MismatchConfig, expected: Any) -> None:
-    assert acting_bounds(settings) == expected

@@ -19,7 +19,7 @@ FROM_LOGITS = (
     *("even", "padded", "cold", "ignored", "rows", "ragged", "apart", "forbidden", "detached", "inplace", "no_tokens"),
     *("float32", "bfloat16"),
 )
-FROM_HIDDEN = ("even", "padded", "rows", "ragged", "detached", "float32", "sequence", "sequence_rows")
+FROM_HIDDEN = ("even", "padded", "cold", "rows", "ragged", "detached", "float32", "sequence", "sequence_rows")
 
 
 @dataclass

@@ -1,6 +1,6 @@
-"""Log-probs from hidden states equal those from whole logits: values, both gradients, costs, refusals, one process.
+"""Log-probs from hidden states equal those from whole logits, in one process: values, gradients, costs, refusals.
 
-Tensor and sequence parallelism: `test_log_probs_tp.py`. Through a model, in every layout:
+Every option, tensor and sequence parallelism, in float64: `test_log_probs_tp.py`. Through a model, in every layout:
 `hooks/megatron_core/test_layouts.py`; what the hook refuses: `test_adapter.py` there.
 """
 
@@ -12,15 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.testing import assert_close
 
 from mismatch_plugin.log_probs import (
-    LogProbs,
     RaggedSamplingMask,
     vocab_parallel_linear_log_probs,
     vocab_parallel_log_probs,
 )
-from tests.distributed.log_probs_worker import outcome
 from tests.log_probs.test_log_probs import Recorder
 
 F64 = torch.float64
@@ -35,35 +32,6 @@ def make(dtype: torch.dtype = F64, tokens: int = T, width: int = V) -> tuple[Ten
     return hidden, weight, torch.randint(0, width, (tokens,), generator=generator)
 
 
-OFFSETS = torch.tensor([0, 3, 3, 4, 9, 9, 9, 12, 20, 20, 21, 21])
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "cold": {"temperature": 0.7},
-    "padded": {"vocab_size": 41},
-    "ragged": {"sampling_mask": RaggedSamplingMask(torch.arange(21) * 17 % V, OFFSETS)},
-}
-
-
-@pytest.mark.parametrize("what", OPTIONS)
-@pytest.mark.parametrize("entropy", ["none", "detached", "grad"])
-@pytest.mark.parametrize("chunk_rows", [4, None])
-def test_equals_the_path_over_logits_in_float64(what: str, entropy: str, chunk_rows: int | None):
-    hidden, weight, targets = make()
-    upstream = torch.arange(2.0 * T, dtype=F64).view(2, T).sin()
-    targets = targets % 41
-    targets[2] = -100
-    options = {"entropy": entropy, **OPTIONS[what]}
-
-    def over_logits(hidden: Tensor, weight: Tensor) -> LogProbs:
-        return vocab_parallel_log_probs(hidden @ weight.t(), targets, **options)
-
-    more = {"targets": targets, "chunk_rows": chunk_rows, **options}
-    ours = outcome(vocab_parallel_linear_log_probs, [hidden, weight], upstream, **more)
-    theirs = outcome(over_logits, [hidden, weight], upstream)
-    for key in ("log_probs", "entropy", "gradients"):
-        assert_close(ours[key], theirs[key], rtol=1e-12, atol=1e-12)
-
-
 class Megatron(torch.nn.Parameter):
     """A parameter as Megatron's DDP leaves it."""
 
@@ -73,7 +41,7 @@ class Megatron(torch.nn.Parameter):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gradient_goes_into_megatron_s_main_grad(dtype: torch.dtype):
+def test_values_and_the_gradient_in_megatron_s_main_grad(dtype: torch.dtype):
     """In float32, summed over micro-batches; what autograd gets is not added to it again."""
     hidden, weight, targets = make(dtype, tokens=64)
     parameter = Megatron(weight.detach())
@@ -85,9 +53,13 @@ def test_the_gradient_goes_into_megatron_s_main_grad(dtype: torch.dtype):
     assert parameter.grad_added_to_main_grad
     assert parameter.grad is not None and parameter.grad.eq(0).all()  # a tied embedding adds to zeros
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    expected = torch.autograd.grad(vocab_parallel_log_probs(wide[0] @ wide[1].t(), targets).log_probs.sum(), wide[1])[0]
-    error = float((parameter.main_grad.double() - 2.0 - expected).norm() / expected.norm())
-    assert error < (1e-6 if dtype == torch.float32 else 4e-3)
+    expected = vocab_parallel_log_probs(wide[0] @ wide[1].t(), targets).log_probs
+    gradients = torch.autograd.grad(expected.sum(), wide)
+    assert hidden.grad is not None
+    found = [result.log_probs.detach(), hidden.grad, parameter.main_grad - 2.0]
+    for one, other in zip(found, [expected.detach(), *gradients], strict=True):
+        error = float((one.double() - other).norm() / other.norm())
+        assert error < (1e-6 if dtype == torch.float32 else 8e-3)
 
 
 @pytest.mark.parametrize("what", ["plain", "padded", "ragged"])
@@ -124,8 +96,6 @@ def test_no_logits_but_of_one_chunk(what: str, tokens: int):
 ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"hidden": torch.zeros(2, 3, 4)}, r"hidden has shape \[2, 3, 4\]"),
     ({"weight": torch.zeros(V, H + 1)}, r"weight is torch.float32 \[50, 7\] for torch.float32 \[11, 6\] hidden states"),
-    ({"weight": torch.zeros(V, H, dtype=F64)}, r"weight is torch.float64 \[50, 6\] for torch.float32"),
-    ({"weight": torch.zeros(V)}, r"weight is torch.float32 \[50\]"),
     ({"targets": torch.zeros(3, dtype=torch.int64)}, "targets has 3 ids for 11 rows of hidden"),
     ({"sequence_parallel": True}, "sequence_parallel=True has no group"),
     ({"rows": torch.tensor([0, T, *range(9)])}, rf"rows\[1\]={T}: rows must lie in \[0, T\) \(T=11\)"),

@@ -10,7 +10,7 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.core.gate import GateError
-from mismatch_plugin.parallel.agreement import StepKind, difference, step_kind
+from mismatch_plugin.parallel.agreement import difference, step_kind
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.kept_ids import check_kept_ids, ragged_mask
 from mismatch_plugin.parallel.step import Step, end_step
@@ -105,42 +105,17 @@ def test_a_micro_batch_that_start_was_not_given_is_refused_where_it_runs() -> No
         step.loss(log_probs, batch(1).replace(weight_versions=None))
 
 
-def test_many_ranks_are_named_by_their_numbers() -> None:
-    kinds = {rank: StepKind({"tis": {"level": "token" if rank % 2 else "sequence"}}) for rank in range(16)}
-    assert difference({rank: {rank: kind} for rank, kind in kinds.items()}) == (
-        "the ranks of this step have different settings: ranks 0, 2, 4, 6, 8, 10 and 2 more have tis.level = "
-        "'sequence', ranks 1, 3, 5, 7, 9, 11 and 2 more have tis.level = 'token'. Give every rank the same "
-        "configuration."
-    )
-    six = {rank: kind for rank, kind in kinds.items() if rank < 12}
-    assert "ranks 0, 2, 4, 6, 8 and 10 have tis.level" in difference({0: six})
-
-
-def test_what_is_not_known_on_a_rank_differs_from_nothing() -> None:
-    """A stage without the loss, and replicas that hold other data."""
-    last = StepKind({"a": 1}, ("loss_mask",), (2,), (3, 4))
-    first, other = StepKind({"a": 1}, None, (2,)), StepKind({"a": 1}, ("loss_mask",), (1,), (9,))
-    assert difference({0: {0: first, 1: last}, 2: {2: other}}) == ""
-    assert "rank 0 has 2, rank 1 has 1" in difference({0: {0: first, 1: other}})
-
-
 def test_other_units_are_named_where_they_are_summed_over() -> None:
     """Sums of another number of units would not fit into one another."""
     kinds = {}
     for level in ("turn", "sequence"):
         config = mp.MismatchConfig(use_tis=True, tis={"level": level})  # pyright: ignore[reportArgumentType]
         for rank in (0, 1):
-            packed = mp.PackedSequences.from_lists(
-                loss_masks=[[1, 0, 1]], rollout_log_probs=[[-1.0] * 3], old_log_probs=[[-1.0] * 3], advantages=[1.0]
-            )
-            packed = packed.replace(unit_ids=torch.tensor([0, 0, 1]), unit_counts=(2 + rank,))
+            packed = batch(1).replace(unit_ids=torch.tensor([0, 0, 1]), unit_counts=(2 + rank,))
             kinds[level, rank] = step_kind(config, [packed], has_loss=True)
     assert difference({0: {rank: kinds["sequence", rank] for rank in (0, 1)}}) == ""
     said = difference({0: {rank: kinds["turn", rank] for rank in (0, 1)}})
     assert "rank 0 has 1 with 2 units in micro-batch 0, rank 1 has 1 with 3 units in micro-batch 0" in said
-
-
-# The step in one process ----------------------------------------------------------------------------------------------
 
 
 class Chunk(torch.nn.Linear):

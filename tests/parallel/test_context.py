@@ -32,25 +32,6 @@ def test_split_tokens(layout: Any, size: int, align: int, owned: list[list[int]]
     assert all(part.source_T.numel() % align == 0 for part in parts)
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_shards_hold_every_token_once_with_its_position(layout: Any, size: int) -> None:
-    lengths = [5, 0, 1, 16, 7]
-    whole = mp.PackedSequences.from_lists(
-        rollout_log_probs=[[-1.0 - i - 0.01 * t for t in range(n)] for i, n in enumerate(lengths)],
-        loss_masks=[[t % 3 != 1 for t in range(n)] for n in lengths],
-    )
-    seen: list[tuple[int, int, float, bool]] = []
-    for rank in range(size):
-        part = shard(whole, layout, size, rank)
-        assert len(part.lengths) == len(lengths)
-        assert part.rollout_log_probs is not None and part.positions is not None
-        rows = zip(part.sequence_index, part.positions, part.rollout_log_probs, part.loss_mask, strict=True)
-        seen += [(int(i), int(t), float(value), bool(mask)) for i, t, value, mask in rows]
-    assert [(i, t) for i, t, _, _ in sorted(seen)] == [(i, t) for i, n in enumerate(lengths) for t in range(n)]
-    assert all(value == pytest.approx(-1.0 - i - 0.01 * t) and mask == (t % 3 != 1) for i, t, value, mask in seen)
-
-
 def test_a_shard_knows_the_turns_of_the_whole_and_its_chunks() -> None:
     """5 tokens are chunks 01|23|4|, of two zigzag ranks, 1 token 0|||; a turn goes on over a cut, and one is split by
     what another rank holds."""

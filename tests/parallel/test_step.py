@@ -166,15 +166,11 @@ def test_every_setting_equals_one_process() -> None:
 
 
 def test_odd_ranks_equal_one_process() -> None:
-    holds: dict[str, set[tuple[bool, bool]]] = {}
     rejecting = 0
     for case, parts in steps("odd"):
         settings, actual = parts[0].settings, together(parts)
         found = differences(actual, expected(case.batch, settings))
         assert not found, f"{case}, {settings}: {found}"
-        for rank in range(case.layout.world_size):
-            for packed, _ in make(case.batch).micro_batches(case.layout, 2, rank):
-                holds.setdefault(case.batch, set()).add((bool(packed.loss_mask.numel()), bool(packed.loss_mask.any())))
         if case.batch == "rejected" and (settings.rejects or settings.mode == "mask"):  # a zero loss, no NaN
             rejecting += 1
             assert sum(part.sums[0] for part in parts) == 0.0 and not any(part.tokens[2].any() for part in parts)
@@ -183,10 +179,6 @@ def test_odd_ranks_equal_one_process() -> None:
             assert actual.denominators[0] == (0 if settings.denominator == "accepted" else actual.denominators[1])
             assert parts[0].factor == 1.0 or settings.mode != "mask", "there is no weight to average"
     assert rejecting > 2
-    for batch in ("first_chunk", "untrained_replica"):
-        assert (True, False) in holds[batch], "some rank has tokens and none that trains"
-    assert (False, False) in holds["single"] and (False, False) in holds["empty"]
-    assert holds["nothing"] == {(False, False)}
 
 
 def test_normalisation_over_a_micro_batch() -> None:
