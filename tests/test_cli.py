@@ -36,11 +36,7 @@ def test_version_and_help_import_nothing_heavy_and_name_the_commands():
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("explain --mode chop", "--mode is no flag"),
-        ("presets no_such_preset", "no_such_preset"),
-    ],
+    ("line", "said"), [("explain --mode chop", "--mode is no flag"), ("presets no_such_preset", "no_such_preset")]
 )
 def test_what_is_unknown_is_refused(line: str, said: str):
     assert said in output_of(*line.split(), status=2)

@@ -18,19 +18,7 @@ from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.served import META_KEY
 from mismatch_plugin.data.versions import version_number
 from tests.data import dumps
-from tests.data.dumps import (
-    ADVANTAGES,
-    EACH,
-    MASKS,
-    PROMPTS,
-    RESPONSES,
-    ROLLOUT,
-    TRAIN,
-    WHOLE,
-    padded,
-    same,
-    save,
-)
+from tests.data.dumps import ADVANTAGES, EACH, MASKS, PROMPTS, RESPONSES, ROLLOUT, TRAIN, WHOLE, padded, same, save
 
 SHIFTED = padded([[9.0] * (len(p) - 1) + row for p, row in zip(PROMPTS, ROLLOUT, strict=True)], 4)
 """As logits[:-1] give them: of the next token."""

@@ -241,12 +241,7 @@ def test_a_thousand_replies_after_updates_with_a_flush_show_nothing(name: str, r
 @pytest.mark.parametrize(
     ("file", "old", "new", "said"),
     [
-        (
-            "register.py",
-            ".run_batch",
-            ".run_no_batch",
-            "it has no sglang.srt.managers.scheduler.Scheduler.run_no",
-        ),
+        ("register.py", ".run_batch", ".run_no_batch", "it has no sglang.srt.managers.scheduler.Scheduler.run_no"),
         ("state.py", "        params = req.sampling_params", "        params = req.planted", "failed and is off"),
     ],
 )

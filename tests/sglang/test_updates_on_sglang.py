@@ -15,19 +15,7 @@ from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.sglang.client import GenerateError, SGLangClient, WeightUpdateError
 from tests.sglang import tiny
 from tests.sglang.conftest import start_tiny
-from tests.sglang.tiny import (
-    EXACT,
-    LONG,
-    PROMPTS,
-    SHORT,
-    distance,
-    findings,
-    print_of,
-    run,
-    send,
-    served,
-    weights,
-)
+from tests.sglang.tiny import EXACT, LONG, PROMPTS, SHORT, distance, findings, print_of, run, send, served, weights
 
 
 def free_port() -> int:
@@ -107,17 +95,6 @@ def test_an_in_place_update_under_requests_that_share_a_cache_is_refused_and_cha
     records = run(one, job)
     assert {span.version for record in records for span in record.weight_versions} == {"before"}
     assert distance(records, weights(12)) < EXACT
-
-
-def test_a_client_notices_an_update_of_somebody_else(one: CpuServer) -> None:
-    async def job(client: SGLangClient) -> None:
-        await client.update_weights_from_tensors(weights(3), "mine")
-        assert len(await client.generate(PROMPTS, SHORT)) == 8
-        await asyncio.to_thread(send, one, weights(4), "mine")  # under the same name
-        with pytest.raises(GenerateError, match=r"somebody else updated it since \(\d+ updates, this client's was"):
-            await client.generate(PROMPTS[:1], SHORT)
-
-    run(one, job)
 
 
 def test_a_client_notices_a_restart_and_a_server_requires_changes(tiny_folder: Path) -> None:

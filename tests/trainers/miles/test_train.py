@@ -37,9 +37,7 @@ CASES = {
     "algorithm 3": Case(f"--use-rollout-log-probs --use-tis {REPORT}"),
     "rejection": Case(f"{REJECTED} {REPORT}"),
     "2 by path": Case(
-        SEQUENCE,
-        f"{by_path('miles', 'tis_function')} {SMALL}",
-        config={"use_tis": True, "tis_level": "sequence"},
+        SEQUENCE, f"{by_path('miles', 'tis_function')} {SMALL}", config={"use_tis": True, "tis_level": "sequence"}
     ),
     "3 by path": Case(
         "--use-rollout-log-probs --use-tis",
