@@ -309,6 +309,7 @@ def test_what_serves_is_not_what_was_sent(state: dict[str, Any], says: str) -> N
         ({"fingerprint": "ff", "number": 5}, "somebody else updated it since \\(5 updates, this client's was number 4"),
         ({"fingerprint": None}, "is updating it, or its memory was released"),
         ({"version": "default"}, "samples as version 'default', and this client's last update was '7': it started"),
+        ({"served": {}, "version": "default"}, "samples as version 'default'"),  # without the plugin
     ],
 )
 def test_samples_of_other_weights_than_the_last_update_fail(change: dict[str, Any], says: str | None, disk: bool):
