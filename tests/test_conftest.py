@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import LONGEST, TESTS, how_to_run
-from tests.full import FULL, a_few, pairwise
 
 
 def test_every_reason_has_its_way():
@@ -23,14 +22,6 @@ def test_every_reason_has_its_way():
 
 def test_files_that_start_first_are_there():
     assert [name for name in LONGEST if not (TESTS / name).is_file()] == []
-
-
-def test_a_drawn_matrix_has_every_pair_and_the_ends_of_every_list():
-    rows = pairwise(range(3), "ab", [True, False])
-    for first, second, sizes in ((0, 1, 6), (0, 2, 6), (1, 2, 4)):
-        assert len({(row[first], row[second]) for row in rows}) == sizes
-    assert len(rows) == 12 if FULL else len(rows) < 9
-    assert a_few(range(9), 3) == (list(range(9)) if FULL else [0, 4, 8])
 
 
 def skip_reasons(path: Path) -> Iterator[str]:

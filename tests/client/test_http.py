@@ -23,19 +23,10 @@ HEADERS = {"Authorization": f"Bearer {TOKEN}", "X-Run": "plain-value"}
 @pytest.mark.parametrize(
     "url",
     [
-        *("127.0.0.1:30000", "localhost", "ftp://host:1", "", "http://", "http://:30000", None),
-        *(
-            "http://host:99999999",
-            "http://host:0",
-            "http://ho st:1",
-            "http://[::1",
-            "http://host:1?x",
-            "http://host:1#x",
-        ),
+        *("127.0.0.1:30000", "localhost", "ftp://host:1", "", "http://", None, "http://host:0", "http://host:1?x"),
         *(f"http://user:{PASSWORD}@host:99999999", f"http://user:{PASSWORD}@host:1?q", f"user:{PASSWORD}@host:1"),
-        *(f"ftp://user:{PASSWORD}@host", f"http://user:a/{PASSWORD}@host:1", f"http://user:a?{PASSWORD}@host:1"),
-        *(f"http://user:a#{PASSWORD}@host:1", f"http://user:{PASSWORD}@", f"http://user:{PASSWORD}@ho st"),
-        *(f"http://user:{PASSWORD}@[::1", f"http://host:1?token={PASSWORD}", f"http://host:1/?token=a@{PASSWORD}"),
+        *(f"http://user:a/{PASSWORD}@host:1", f"http://user:a?{PASSWORD}@host:1", f"http://user:a#{PASSWORD}@host:1"),
+        *(f"http://user:{PASSWORD}@", f"http://user:{PASSWORD}@[::1", f"http://host:1/?token=a@{PASSWORD}"),
     ],
 )
 def test_what_is_no_address_is_refused_without_its_credentials(url: Any) -> None:
@@ -66,9 +57,7 @@ ECHOES = {
     "server error": Reply({"error": {"message": TOLD}}, status=503),
     "error with status 200": Reply({"error": {"message": TOLD}}),
     "a page": Reply(body=TOLD.encode(), content_type="text/html"),
-    "no JSON": Reply(body=TOLD.encode(), status=400),
     "a redirect": Reply(status=307, headers={"Location": f"http://user:{PASSWORD}@far:1/x?token={TOKEN}"}),
-    "closed": Reply({"error": TOLD}, cut=0),
     "cut off": Reply({"error": TOLD}, cut=20),
     "hanging": Reply(hang=True),
 }

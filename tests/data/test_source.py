@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import pickle
-import random
 import zipfile
 from fractions import Fraction
 from pathlib import Path
@@ -21,13 +19,10 @@ from mismatch_plugin.data.read import read
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.versions import WeightSpan
 from tests.calls import calls
-from tests.data import dumps
 from tests.data.dumps import save
-from tests.full import FULL
 
 GOOD: dict[str, Any] = {"response_ids": [[1, 2, 3]], "rollout_log_probs": [[-1.0, -2.0, -3.0]]}
 OWN: dict[str, Any] = {"prompt_ids": [1], "response_ids": [2, 3], "rollout_log_probs": [-1.0, -2.0]}
-STRANGE_FILES = 200 if FULL else 50
 
 
 def refused(path: Path, says: str) -> None:
@@ -89,25 +84,18 @@ def test_what_pickles_of_trainers_hold_is_read(tmp_path: Path) -> None:
         ("empty.pt", b"", "is empty"),
         ("blank.jsonl", b" \n", "is empty"),
         ("text.pt", b"hello", "of no kind that is read"),
-        ("utf16.jsonl", json.dumps(OWN).encode("utf-16"), "of no kind that is read"),
-        ("latin.jsonl", b'{"text": "\xb7"}\n', "utf-8"),
         ("list.json", b"[1, 2]", "holds a list: give a dict of columns or samples"),
         ("none.json", b"[]", "holds an empty list"),
         ("cut.json", b'{\n"a": [1, 2', "is neither JSON nor JSONL"),
         ("lines.jsonl", b'{"response_ids": [1], "rollout_logprobs": [-1]}\n[1]\n', "line 2 is a list, not an object"),
-        ("deep.jsonl", b'{"response_ids": ' + b"[" * 200_000 + b"]" * 200_000 + b"}\n", "RecursionError"),
-        *(("a.pt", content, "give a dict of columns or samples") for content in ([1, 2], torch.zeros(3), None, [])),
+        ("a.pt", torch.zeros(3), "give a dict of columns or samples"),
         ("model.pt", torch.nn.Linear(1, 1), "holds torch.nn.modules.linear.Linear, which is code"),
-        ("sparse.pt", {**GOOD, "rollout_log_probs": torch.eye(3).to_sparse()}, "sparse"),
-        ("complex.pt", {**GOOD, "rollout_log_probs": torch.zeros(1, 3, dtype=torch.complex64)}, "complex"),
         # Lines of our own.
         *(("own.jsonl", f"{json.dumps(OWN)}\n\n{json.dumps({**OWN, **change})}".encode(), f"line 3{says}")
           for change, says in (
               ({"rollout_log_probs": [-1.0, "much"]}, ": rollout_log_probs: position 1 is 'much', not a number"),
               ({"response_ids": None}, " has no response_ids"),
-              ({"loss_mask": [1]}, ": loss_mask has 1 entries, response_ids 2"),
-              ({"surprise": 1}, ": surprise is no field of a sample"),
-              ({"sampling": 3}, ": sampling: Input should be a valid dictionary"))),
+              ({"surprise": 1}, ": surprise is no field of a sample"))),
     ],
 )  # fmt: skip
 def test_things_that_are_no_dump(name: str, content: Any, says: str, tmp_path: Path) -> None:
@@ -119,18 +107,10 @@ def test_things_that_are_no_dump(name: str, content: Any, says: str, tmp_path: P
 
 
 def test_paths_that_are_no_file(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.pt")
-    with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
-        archive.writestr("a.txt", "a")
-    for path, says in (
-        (tmp_path / "absent.pt", "is not there"),
-        (tmp_path / "pipe.pt", "is a pipe"),
-        (tmp_path / "other.zip", "neither of torch.save nor of numpy.savez"),
-        (Path("/dev/zero"), "is a device"),
-    ):
-        refused(path, says)
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "holds no dump")
+    refused(tmp_path / "absent.pt", "is not there")
+    refused(Path("/dev/zero"), "is a device")
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".npz", ".parquet", ".jsonl"])
@@ -149,60 +129,6 @@ def test_files_that_are_cut_or_damaged_are_refused_or_the_same(tmp_path: Path, s
         except ValueError:
             seen += 1
     assert seen or suffix == ".jsonl"
-
-
-N = 3
-STRANGE: list[Any] = [
-    *(None, "text", -1, 1e308, True, [], {}, [[]], [None], ["a", {}], {"a": 1}, {1: 2}, [1, 2, 3], float("nan")),
-    *(torch.tensor(3), torch.zeros(0), torch.zeros(N, 2, 2), torch.ones(N, dtype=torch.bfloat16), (1.5, 2.5, 3.5)),
-    *(np.zeros(N), np.array(["a", "b", "c"], dtype=object), [torch.zeros(2, 2)] * N),
-]
-PLAIN = STRANGE[:14]
-MADE: list[Any] = [
-    dumps.slime(),
-    dumps.slime_train(),
-    dumps.rank(cp_rank=0, cp_size=1, qkv_format="thd", max_seq_lens=[5, 5]),
-    {**dumps.verl(), "uid": ["a", "b"], "step": 3, "weight_version": [1, 1], "response_length": [3, 2]},
-    {**dumps.nemo(), "sample_mask": torch.ones(2), "prompt_length": [2, 1], "entropy": torch.ones(2, 6)},
-    *(dumps.vllm(kind) for kind in ("completion", "chat", "output", "batch")),
-    dumps.nemo_log(),
-    [{**OWN, "sampling": {"temperature": 1.0}}] * 2,
-    [{**OWN, "train_log_probs": [-1.0, -2.0], "weight_versions": ["1"]}] * 2,
-]
-
-
-def _places(content: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every place in nested dicts and lists of dicts."""
-    of_dicts = isinstance(content, list) and content and isinstance(content[0], dict)
-    items = content.items() if isinstance(content, dict) else enumerate(content) if of_dicts else ()
-    inner = [place for key, value in items for place in _places(value, (*path, key))]
-    return [path, *inner] if path else inner
-
-
-@pytest.mark.parametrize("made", MADE)
-def test_strange_values_are_read_or_refused_with_a_value_error_that_names_the_file(tmp_path: Path, made: Any) -> None:
-    is_json = isinstance(made, list)
-    path = save(tmp_path / ("a.jsonl" if is_json else "a.pt"), copy.deepcopy(made))
-    read(path)
-    draw = random.Random(0)
-    for _ in range(STRANGE_FILES):
-        content = copy.deepcopy(made)
-        for place in draw.sample(_places(made), draw.choice([1, 1, 2, 3])):
-            holder = content
-            try:
-                for key in place[:-1]:
-                    holder = holder[key]
-                if draw.random() < 0.2 and not isinstance(holder, list):
-                    del holder[place[-1]]
-                else:
-                    holder[place[-1]] = copy.deepcopy(draw.choice(PLAIN if is_json else STRANGE))
-            except (KeyError, TypeError, IndexError, ValueError):
-                continue  # what holds it was replaced
-        save(path, content)
-        try:
-            read(path)
-        except ValueError as error:
-            assert str(path) in str(error)  # noqa: PT017
 
 
 def test_infinities_large_ids_and_strange_line_ends_are_passed_on(tmp_path: Path) -> None:

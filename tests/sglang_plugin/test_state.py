@@ -141,14 +141,8 @@ UPDATES: dict[str, tuple[tuple[str, ...], tuple[str, ...], int, tuple[bool, bool
     # What each rank gets, how many must change, whether SGLang calls it done there; what is said, what is counted.
     "both": (NAMES, NAMES, 3, (True, True), "", (1, 3, 2)),
     "one shard stays": (NAMES, ("a.weight", "norm"), 3, (True, True), "", (1, 3, 2)),  # of the vocabulary, say
-    "one rank gets nothing": (
-        NAMES,
-        (),
-        3,
-        (True, True),
-        "0 of 3 tensors changed",
-        (1, 3, 0),
-    ),  # though it is the first
+    # Though it is the first update.
+    "one rank gets nothing": (NAMES, (), 3, (True, True), "0 of 3 tensors changed", (1, 3, 0)),
     "one rank fails": (NAMES, (), 1, (True, False), "failed on tensor-parallel rank 1, and did not on", (1, 3, 0)),
     "both fail": ((), (), 0, (False, False), "", None),
     "one digest fails": (NAMES, NAMES, 1, (True, True), "is not known", None),

@@ -55,11 +55,6 @@ SAMPLED = "sampled by the engine"
 WRONG = {
     "misspelt": (Job(["--use-tis", "--tis-levle", "sequence"]), "--tis-levle.*--tis-level"),
     "unpatched": (Job(SEQUENCE.split(), patched=False), "Megatron-LM RL passes no loss mask to its loss"),
-    "uncorrected": (
-        Job(["--use-tis", "--no-rl-inference-logprobs-is-correction"]),
-        "keeps the inference log-probs from",
-    ),
-    "unpatched, no launcher": (Job(["--use-tis"], False, patched=False), "unrecognized arguments: --use-tis"),
 }
 JOBS = {
     **{name: run for name, (_, run) in (CASES | LAYOUTS).items()},

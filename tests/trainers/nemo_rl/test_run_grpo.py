@@ -27,20 +27,12 @@ CASES = {
     "preset": "--mismatch-preset token_icepop --tis-upper-bound 1.2",
     "settings file": f"--mismatch-config {SETTINGS}",
 }
-WRONG = {
-    "misspelt": (Job(["--use-tis", "--tis-levle", "sequence"]), "--tis-levle.*--tis-level"),
-    "contradictory": (
-        Job([*REINFORCE.split(), "loss_fn.use_cispo=true"]),
-        "algorithm 3 is REINFORCE, which has no such ratio",
-    ),
-    "twice": (Job(["--use-tis", "+loss_fn.mismatch={use_tis: true}"]), "give the settings in one of the two ways"),
-}
 JOBS = {
     **{name: Job([YAML] if name == "in the YAML" else flags.split()) for name, flags in CASES.items()},
     "own": Job(launch=False),
     "no bias": Job(["--use-tis"], env={"NEMO_RL_ENGINE_BIAS": "0"}),
     "missing": Job(["--use-tis"], env={"NEMO_RL_NAN": "1"}),
-    **{name: job for name, (job, _) in WRONG.items()},
+    "misspelt": Job(["--use-tis", "--tis-levle", "sequence"]),
 }
 
 
@@ -106,10 +98,9 @@ def test_the_engine_samples_with_the_weights_of_the_last_step(trained: Runs, rec
     record_property("weight_versions_arrive", apart)
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_command_line_is_named(name: str, trained: Runs) -> None:
-    run = trained(name)
-    assert run.finished.status == 2 and run.said(WRONG[name][1]) and not run.said("Loaded configuration")
+def test_a_wrong_command_line_is_named(trained: Runs) -> None:
+    run = trained("misspelt")
+    assert run.finished.status == 2 and run.said("--tis-levle.*--tis-level") and not run.said("Loaded configuration")
 
 
 def test_a_log_prob_that_the_engine_did_not_return_is_named(trained: Runs) -> None:

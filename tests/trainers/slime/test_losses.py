@@ -9,30 +9,22 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from mismatch_plugin.hooks.slime.config import HOOKS, hook_path
-from tests.trainers.reference import TOLERANCE, config_of
 from tests.trainers.run import OUT_OF_TIME
-from tests.trainers.slime.reference import LARGE_TERMS, NORMALISER, Reference, check
+from tests.trainers.slime.cases import COMMON, NORMALIZED, REPORT, SEQUENCE, SMALL, Case, by_path
+from tests.trainers.slime.reference import LARGE_TERMS, Reference, check
 from tests.trainers.slime.trainer import Job, Trained
-from tests.trainers.whole import ROOT, SETTINGS, Host, Record, Runs, Sources, Start
+from tests.trainers.whole import ROOT, Host, Record, Runs, Sources, Start
 
-SMALL = "--max-tokens-per-gpu 96"  # several micro-batches a step
-SEQUENCE = "--use-tis --tis-level sequence"
-NORMALIZED = f"{SEQUENCE} --tis-batch-normalize --tis-batch-normalize-scope step"
 GEOMETRIC = "--use-rs --rs-level geometric --rs-lower-bound 0.6 --rs-upper-bound 1.1"
 REJECTED = f"--use-tis --tis-level token {GEOMETRIC} --rs-veto-threshold 0.1"
-REPORT = "--mismatch-metrics full --mismatch-report-dir {run}/report"
 EPSILON = "--eps-clip 3e-4 --eps-clip-high 4e-4"
 GSPO = f"--advantage-estimator gspo {EPSILON}"
 OUR_EPSILON = "--mismatch-eps-clip-low 3e-4 --mismatch-eps-clip-high 4e-4"
-HOOKED = ("rollout_data_postprocess", "before_train_step", "init")
 # Weights and rejection over whole sequences, which CP cuts, and a mean weight over the step, which DP and CP share.
 DECOUPLED = f"{NORMALIZED} {GEOMETRIC} --mismatch-metrics full"
 BYPASS = f"--use-rollout-log-probs {SEQUENCE}"
@@ -42,41 +34,10 @@ EXAMPLES = ROOT / "examples/slime"
 EXAMPLE = f"{SEQUENCE} --tis-mode truncate --tis-upper-bound 2.0 --rs-veto-threshold 1e-4"
 
 
-def by_path(*names: str) -> str:
-    """The host's arguments that name these functions of ours."""
-    return " ".join(f"--{HOOKS[name].replace('_', '-')} {hook_path('slime', name)}" for name in names)
-
-
 def added(diff: str) -> str:
     """The arguments that a diff of examples/slime adds, with its files where they are here."""
     lines = re.findall(r"^\+\s+(--\S.*)$", (EXAMPLES / diff).read_text(), re.MULTILINE)
     return " ".join(lines).replace("/root/", f"{EXAMPLES}/")
-
-
-@dataclass(frozen=True)
-class Case:
-    """ours: flags of the plugin, which the reference takes; on the line unless `config` (a YAML) or `theirs` say them.
-
-    reference: what slime's own arguments mean, as flags of ours. masked: every third response has a span in its middle
-    that does not train.
-    """
-
-    ours: str
-    theirs: str = SMALL
-    reference: str = ""
-    config: dict[str, Any] | None = None
-    told: bool = False
-    ranks: int = 1
-    masked: bool = False
-    bound: float = TOLERANCE
-
-    def job(self) -> Job:
-        flags = f"{'' if self.told or self.config is not None else self.ours} {self.theirs}".split()
-        dump = Path("masked" if self.masked else "dump")
-        return Job(flags, self.config is None, self.ranks, config=self.config or {}, dump=dump)
-
-    def settings(self) -> Any:
-        return config_of([*self.ours.split(), *self.reference.split()], **NORMALISER)
 
 
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
@@ -92,15 +53,8 @@ LAYOUTS = {
     "dp2 kl": Case(BYPASS, f"{KL} {SMALL}", OUR_KL, ranks=2, bound=LARGE_TERMS),
 }
 CASES = {
-    "algorithm 0": Case(REPORT),
-    "algorithm 1": Case("--use-rollout-log-probs", ""),
-    "algorithm 2": Case(SEQUENCE),
-    "algorithm 3": Case("--use-rollout-log-probs --use-tis"),
+    **COMMON,
     "rejection": Case(f"{REJECTED} {REPORT}"),
-    "mask, geometric": Case("--use-tis --tis-level geometric --tis-mode mask --tis-upper-bound 1.1"),
-    "preset": Case("--mismatch-preset token_icepop"),
-    "settings file": Case(f"--mismatch-config {SETTINGS}"),
-    "normalised 2": Case(NORMALIZED),
     "normalised 3": Case(f"{NORMALIZED} --use-rollout-log-probs", bound=LARGE_TERMS),
     # slime's own GSPO has one gradient for all tokens of a sequence: so has ours under weights of a sequence.
     "gspo": Case(SEQUENCE, GSPO, f"--mismatch-objective gspo {OUR_EPSILON}"),
@@ -108,7 +62,7 @@ CASES = {
     "cispo": Case("--use-tis", f"--advantage-estimator cispo {EPSILON}", f"--mismatch-objective cispo {OUR_EPSILON}"),
     "2 by path": Case(
         NORMALIZED,
-        f"{by_path('tis_function', *HOOKED)} {SMALL}",
+        f"{by_path('slime', 'tis_function')} {SMALL}",
         config={
             "use_tis": True,
             "tis_level": "sequence",
@@ -118,7 +72,7 @@ CASES = {
     ),
     "3 by path": Case(
         "--use-rollout-log-probs --use-tis",
-        f"{by_path('policy_loss', *HOOKED)} --loss-type custom_loss --use-rollout-logprobs {SMALL}",
+        f"{by_path('slime', 'policy_loss')} --loss-type custom_loss --use-rollout-logprobs {SMALL}",
         config={"use_tis": True, "tis_level": "token", "tis_mode": "truncate"},
     ),
     "examples/slime flags": Case(EXAMPLE, added("run-qwen3-4B.diff"), told=True),
@@ -137,16 +91,8 @@ RESUMED = f"{SEQUENCE} --rs-veto-threshold 0.1 {SMALL}"
 SAVE = "--save-interval 2 --mismatch-report-dir {run}/../report --save {run}/../checkpoint"
 REFUSED = {
     "misspelt": (Job(["--use-tis", "--tis-levle", "sequence"]), "--tis-levle.*--tis-level"),
-    "contradictory": (
-        Job(["--use-tis", "--tis-upper-bound", "3", "--tis-clip", "2.5"]),
-        "--tis-upper-bound 3.* contradicts slime's --tis-clip 2.5",
-    ),
-    "unknown in YAML": (
-        Job(by_path("tis_function", *HOOKED).split(), False, config={"use_tis": True, "tis_levle": "sequence"}),
-        "tis_levle.*tis_level",
-    ),
     "not hooked": (
-        Job(by_path(*HOOKED).split(), False, config={"use_tis": True, "tis_level": "sequence"}),
+        Job(by_path("slime").split(), False, config={"use_tis": True, "tis_level": "sequence"}),
         "no hook of the plugin would run",
     ),
 }
