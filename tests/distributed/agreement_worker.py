@@ -90,7 +90,10 @@ def hook_of(config: mp.MismatchConfig, groups: ParallelGroups, per_token: bool =
 def begin(case: Case) -> dict[str, Any]:
     """`start` of a step of two micro-batches, and where nothing was raised the step itself."""
     plant = case.plant if dist.get_rank() == case.rank else ""
-    more = {"other configuration": {"ppo": {"eps_clip_high": 0.3}}, "other report folder": {"report_dir": "elsewhere"}}
+    more = {
+        "other configuration": {"ppo": {"eps_clip_high": 0.3}},
+        "other report folder": {"report_dir": "runs/elsewhere"},
+    }
     config = mp.MismatchConfig(**SETTINGS | more.get(plant, {}))
     full = [batch(2), batch(3)]
     batches = {

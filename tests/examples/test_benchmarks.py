@@ -1,9 +1,13 @@
-"""The benchmark: contenders compute the same, counts are exact, the page has the kept results. No clock is read."""
+"""The benchmark: contenders compute the same, counts are exact, the page is that of the JSON. No clock is looked at."""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +18,8 @@ from ci.docs import block_names, render
 from examples.benchmarks import bench
 from examples.benchmarks.correction_contenders import SETTINGS, Batch, packed
 from examples.benchmarks.counting import count
-from examples.benchmarks.log_prob_contenders import OURS
-from examples.benchmarks.measuring import in_processes
+from examples.benchmarks.log_prob_contenders import OURS, from_logits
+from examples.benchmarks.measuring import Contender, in_processes, measure
 from tests.full import full_only
 
 CPU = torch.device("cpu")
@@ -63,6 +67,13 @@ def test_all_contenders_are_there_and_compute_the_same_and_what_crosses_ranks_is
     assert ranks["dp 2: a step's agreement and statistics"]["collectives"] == 3
 
 
+def test_contenders_that_differ_are_seen() -> None:
+    first, other = (from_logits(8, vocab, "float32", False, CPU)[0] for vocab in (32, 33))
+    other = Contender("of other logits", other.make, results=lambda found: found[:1])
+    rows = measure("", [first, other], CPU, repeats=1, calls=1)
+    assert rows[0]["deviation"] == 0 and rows[1]["deviation"] > 0.01
+
+
 def test_kernels_do_not_grow_with_sequences_but_those_of_a_plain_loop_do() -> None:
     ours, loop = (
         [count(packed(Batch(sequences, 40, CPU), SETTINGS[3])[contender].make()) for sequences in (8, 32)]
@@ -94,6 +105,53 @@ def test_the_counter_sees_syncs_bytes_and_the_peak() -> None:
     assert count(peaking).peak == 12000 + 4
 
 
+def test_times_are_medians_and_ratios_are_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"a": [1.0, 2.0, 4.0], "b": [3.0, 4.0, 4.0], "c": [1.5, 8.0, 1.0]}
+    monkeypatch.setattr("examples.benchmarks.measuring.take_turns", lambda *_: times)
+    contenders = [Contender(name, lambda: lambda: None, over="b" if name == "c" else None) for name in "abc"]
+    a, b, c = measure("", contenders, CPU, repeats=3)
+    assert (a["ms"], b["ms"], c["ms"]) == (2.0, 4.0, 1.5)
+    assert (a["ratio"], b["ratio"], b["lowest"], b["highest"]) == (1.0, 2.0, 1.0, 3.0)
+    assert (c["ratio"], c["lowest"], c["highest"]) == (0.5, 0.25, 2.0)
+
+
+def test_a_part_that_fails_leaves_the_others_and_json_and_markdown_say_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"case": "a case", "contender": OURS, "ms": 12.34, "ratio": 1.0, "kernels": 9}
+    missing = {"case": "a case", "contender": "verl's helper", "status": "No module named 'verl'"}
+    results = {"machine": {"device": "a CPU"}, "rows": [row, missing]}
+
+    def fails_first(function: Any, size: int, name: str, *_: Any, **options: Any) -> list[Any]:
+        if name == "log_probs":
+            raise RuntimeError("too little memory")
+        return [results]
+
+    monkeypatch.setattr(bench, "in_processes", fails_first)
+    options = ["--only", "log_probs", "--only", "scaling", "--device", "cpu", "--output", str(tmp_path)]
+    assert bench.main(options) == 1
+    assert "log_probs failed: RuntimeError('too little memory')" in capsys.readouterr().out
+    assert json.loads((tmp_path / "bench.json").read_text()) == {"scaling": results}
+    text = (tmp_path / "bench.md").read_text()
+    assert "| case | contender | ms | ratio | kernels |" in text and "device a CPU" in text
+    assert f"| a case | {OURS} | 12.3 | 1.00 | 9 |" in text
+    assert "|  | verl's helper | No module named 'verl' | – | – |" in text
+
+
+@pytest.mark.parametrize("content", ["{", '{"log_probs": 1}', '{"pictures": {"machine": {}, "rows": []}}', "cuda"])
+def test_what_cannot_be_is_refused_before_measuring(
+    tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    device, says = ("cuda", "there is no CUDA device") if content == "cuda" else ("cpu", "give another folder")
+    (tmp_path / "bench.json").write_text("{}" if content == "cuda" else content)
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["--quick", "--device", device, "--output", str(tmp_path)])
+    said = capsys.readouterr()
+    assert says in said.err and not said.out
+
+
 def test_the_page_is_made_of_the_kept_results() -> None:
     page = speed.FILE.parent.parent / "docs" / "speed.md"
     text = page.read_text(encoding="utf-8")
@@ -113,3 +171,12 @@ def test_what_make_gpu_counts_of_megatron_core_s_step() -> None:
 
     (found,) = in_processes(megatron_step, 1, "cpu")
     assert found["loss"]["syncs"] == 0 and 100 < found["loss"]["kernels"] < found["step"]["kernels"]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is needed")
+def test_make_gpu_claims_nothing_without_cuda() -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "examples.benchmarks.gpu"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert "nothing was checked and nothing was measured" in done.stderr

@@ -155,6 +155,20 @@ def test_weights_that_change_outside_an_update(one: CpuServer) -> None:
     assert (span.fingerprint, span.since) == (print_of(state), "n1")
 
 
+def test_one_update_in_several_sessions_is_one_update(one: CpuServer) -> None:
+    """The version comes with the last part."""
+    send(one, tiny.weights(30), "m0")
+    before = served(tiny.sample(one, count=1)[0]).update.number
+    state = tiny.weights(31)
+    names = [*state]
+    tiny.session(one, {name: state[name] for name in names[::2]})
+    tiny.session(one, {name: state[name] for name in names[1::2]}, weight_version="m1")
+    (record,) = tiny.sample(one, count=1)
+    update, (span,) = served(record).update, served(record).weights
+    assert (update.number, update.changed, update.changed_matrices) == (before + 1, 15, 10)
+    assert (span.fingerprint, span.since) == (print_of(state), "m1") and findings([record]) == []
+
+
 def test_two_ranks_have_one_fingerprint_and_show_when_they_part(tp2: CpuServer) -> None:
     state = tiny.weights(1)
     send(tp2, state, "v1")
@@ -210,6 +224,22 @@ def test_planted_faults_of_weights_are_found_at_the_first_batch_and_named_first(
         assert served(records[-1]).server in first.evidence
 
 
+def test_a_version_that_is_named_after_the_update_is_no_fault_until_it_moves_again(one: CpuServer) -> None:
+    def name(version: str) -> None:
+        tiny.order(one, "update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+    send(one, tiny.weights(15), "late-0")
+    tiny.sample(one, count=1)
+    send(one, tiny.weights(16), "late-0")
+    tiny.sample(one, count=1)  # a batch of somebody else's in between: a health check, say
+    name("late-1")
+    records = tiny.sample(one)
+    assert {span.since for record in records for span in served(record).weights} == {"late-1"}
+    assert findings(records) == []
+    name("late-2")
+    assert tiny.faults(tiny.sample(one)) == ["weights_not_updated"]
+
+
 @pytest.mark.parametrize("name", ["one", "tp2"])
 def test_updates_without_a_flush_show_at_the_first_hit(name: str, request: pytest.FixtureRequest) -> None:
     """Seventeen, with prompts that share a prefix."""
@@ -241,7 +271,12 @@ def test_a_thousand_replies_after_updates_with_a_flush_show_nothing(name: str, r
 @pytest.mark.parametrize(
     ("file", "old", "new", "said"),
     [
-        ("register.py", ".run_batch", ".run_no_batch", "it has no sglang.srt.managers.scheduler.Scheduler.run_no"),
+        (
+            "register.py",
+            ".run_batch",
+            ".run_no_batch",
+            "it has no sglang.srt.managers.scheduler.Scheduler.run_no",
+        ),
         ("state.py", "        params = req.sampling_params", "        params = req.planted", "failed and is off"),
     ],
 )

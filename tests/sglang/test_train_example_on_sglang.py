@@ -1,4 +1,4 @@
-"""examples/megatron_core on real servers: its weights arrive, in flight too, as spans say; its commands.
+"""examples/megatron_core on real servers: log-probs agree, weights arrive, it trains; and what spans say in flight.
 
 It leaves other weights in the servers that all tests share, and so runs behind those that need the first ones.
 """
@@ -29,6 +29,7 @@ from mismatch_plugin.sglang.client import SGLangClient
 from tests.fixtures.faulty_server import call
 
 EXACT = 1e-4
+VISIBLE = 1e-3
 LONG = 400
 
 
@@ -54,6 +55,26 @@ def distance(trainer: example.Trainer, records: Sequence[Sample]) -> float:
     """Largest |log π_train − log π_rollout| of any token; NaN where one is missing."""
     rows = zip(records, scored(trainer, records), strict=True)
     return float(np.abs(np.concatenate([record.rollout_log_probs - row for record, row in rows])).max())
+
+
+def test_log_probs_follow_every_update_to_the_server_s_precision(
+    float32_server: CpuServer, bfloat16_server: CpuServer, trainers: list[example.Trainer]
+) -> None:
+    prompts = example.questions(16, 0)
+    for server, agrees in ((float32_server, EXACT), (bfloat16_server, 0.5)):
+        rollouts = example.Server(server.url)
+        for number in (0, 1, 0):
+            name = f"{server.url}-{number}"
+            rollouts.update(trainers[number].weights(), name)
+            records = rollouts.sample(prompts, 4)
+            assert [record.prompt_ids.tolist() for record in records] == [
+                prompt for prompt in prompts for _ in range(4)
+            ]
+            assert {span.version for record in records for span in record.weight_versions} == {name}
+            assert {record.finish_reason for record in records} == {"stop", "length"}
+            found = distance(trainers[number], records)
+            assert found < agrees and (found > VISIBLE) == (server is bfloat16_server)
+            assert distance(trainers[1 - number], records) > 1.0
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])

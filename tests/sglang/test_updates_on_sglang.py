@@ -13,9 +13,23 @@ from ci.sglang_cpu.tiny_model import tiny_model
 from examples.sglang_server import CpuServer
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.sglang.client import GenerateError, SGLangClient, WeightUpdateError
+from mismatch_plugin.sglang.fingerprints import SentWeights
 from tests.sglang import tiny
 from tests.sglang.conftest import start_tiny
-from tests.sglang.tiny import EXACT, LONG, PROMPTS, SHORT, distance, findings, print_of, run, send, served, weights
+from tests.sglang.tiny import (
+    EXACT,
+    LONG,
+    PROMPTS,
+    SHORT,
+    distance,
+    findings,
+    info,
+    print_of,
+    run,
+    send,
+    served,
+    weights,
+)
 
 
 def free_port() -> int:
@@ -49,6 +63,25 @@ def test_updates_by_every_way_arrive_and_have_no_finding(one: CpuServer, tmp_pat
         records.append(record)
     assert tiny.order(one, "destroy_weights_update_group", tiny.GROUP)["success"] is True
     assert tiny.faults(records) == ["mixed_versions"]  # which is true of all together: twelve
+
+
+LAYERS = [f"model.layers.{layer}.mlp.down_proj.weight" for layer in (0, 1)]  # as a wrong pipeline offset would have it
+NORMS = [f"model.layers.0.{norm}_layernorm.weight" for norm in ("input", "post_attention")]
+
+
+@pytest.mark.parametrize("names", [LAYERS, NORMS])
+def test_two_tensors_of_one_shape_that_change_places_are_named(one: CpuServer, names: list[str]) -> None:
+    state, (first, second) = weights(40), names
+    swapped = {first: state[second], second: state[first]}
+    send(one, state, "placed")
+    before = info(one)["fingerprint"]
+    tiny.session(one, swapped, weight_version="exchanged")
+    told = info(one)
+    assert before == print_of(state) != told["fingerprint"] == print_of({**state, **swapped})
+    assert (told["update"]["changed"], told["update"]["tensors"]) == (2, 15)
+    sent = SentWeights()
+    sent.add(state.items())
+    assert sorted(sent.compare(told).differ) == names
 
 
 @pytest.mark.parametrize(("old", "new"), [("model.", "decoder."), ("layers.1.self_attn", "layers.9.self_attn")])
@@ -95,6 +128,17 @@ def test_an_in_place_update_under_requests_that_share_a_cache_is_refused_and_cha
     records = run(one, job)
     assert {span.version for record in records for span in record.weight_versions} == {"before"}
     assert distance(records, weights(12)) < EXACT
+
+
+def test_a_client_notices_an_update_of_somebody_else(one: CpuServer) -> None:
+    async def job(client: SGLangClient) -> None:
+        await client.update_weights_from_tensors(weights(3), "mine")
+        assert len(await client.generate(PROMPTS, SHORT)) == 8
+        await asyncio.to_thread(send, one, weights(4), "mine")  # under the same name
+        with pytest.raises(GenerateError, match=r"somebody else updated it since \(\d+ updates, this client's was"):
+            await client.generate(PROMPTS[:1], SHORT)
+
+    run(one, job)
 
 
 def test_a_client_notices_a_restart_and_a_server_requires_changes(tiny_folder: Path) -> None:

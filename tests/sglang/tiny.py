@@ -74,7 +74,11 @@ def sample(server: CpuServer, sampling: SamplingParameters = SHORT, count: int =
 
 
 def send(server: CpuServer, state: State, version: str, verify: bool = True, **options: Any) -> None:
-    run(server, lambda client: client.update_weights_from_tensors(state, version, **options), verify_updates=verify)
+    run(
+        server,
+        lambda client: client.update_weights_from_tensors(state, version, **options),
+        verify_updates=verify,
+    )
 
 
 def served(record: Sample) -> Any:
