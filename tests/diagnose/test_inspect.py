@@ -131,7 +131,6 @@ def test_a_checkpoint_tells_which_side_is_wrong(tmp_path: Path) -> None:
     assert run(FOLDER / f"{name}.jsonl", *given).exit_code == 0  # itself a training side
     (finding,) = told(FOLDER / "raw_temperature_0.7.jsonl", *given)["findings"]
     assert (finding["fault"], finding["side"]) == ("temperature", "rollout")
-    assert finding["statistics"]["temperature"] == pytest.approx(1.0, abs=0.01)
 
 
 def test_checkpoints_that_cannot_score_are_refused(tmp_path: Path) -> None:
