@@ -213,7 +213,8 @@ folder.mkdir(parents=True, exist_ok=True)
 (folder / "settings.json").write_text("{}")
 with (folder / "metrics.jsonl").open("a") as lines:
     for step in range(1, 4):
-        lines.write(json.dumps({"step": step, "rollout_corr/rollout_is_mean": 1.0 + step}) + chr(10))
+        row = {"step": step, "rollout_corr/kl": 0.1, "rollout_corr/rollout_is_mean": 1.0 + step}
+        lines.write(json.dumps(row) + chr(10))
 """
 FOUR = EXAMPLES / "compare_four_on_a_cluster.sh"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,7 +17,7 @@ from mismatch_plugin.hooks.base import given_settings, wrap_once
 from mismatch_plugin.hooks.hosts import HOSTS, SLIME, VERL, find_host
 from mismatch_plugin.hooks.version import HostVersion, read_version, validate_megatron_version, version_line
 from mismatch_plugin.launch.__main__ import prepare
-from tests.hooks.contracts.launch_trees import ROOT, ray_tree
+from tests.hooks.contracts.launch_trees import ray_tree
 from tests.host_source import host_source
 
 
@@ -120,16 +119,10 @@ def test_the_line_says_whether_it_is_the_tested_version(tmp_path: Path) -> None:
     assert version_line(nowhere).startswith("! host: slime is not found here; the plugin was tested with 0.3.1 at 624b")
 
 
-def test_the_launcher_s_block_says_it_and_no_host_is_imported(tmp_path: Path) -> None:
+def test_the_launcher_s_block_says_it(tmp_path: Path) -> None:
     script = ray_tree(tmp_path / "tree", "slime")
     assert prepare([str(script), "--use-tis"])[3].lines[-2].startswith("! host: slime of unknown version is not the ")
     assert not any("host: " in line[:8] for line in prepare([str(script)])[3].lines)
-    root = _tree(tmp_path / "other", "slime")
-    (root / "slime" / "__init__.py").write_text("raise RuntimeError('imported')\n")
-    code = "from mismatch_plugin.hooks import hosts, version; print(version.version_line(hosts.SLIME))"
-    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
-    assert done.stdout.startswith("! host: slime 0.3.0 is not the tested version"), done.stderr
 
 
 @pytest.mark.parametrize("name", [name for name, host in HOSTS.items() if host.commit])

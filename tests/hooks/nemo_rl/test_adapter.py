@@ -106,36 +106,28 @@ def test_a_token_without_a_log_prob_is_out_of_the_penalty_too(policy: str) -> No
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("token_level", [True, False])
-def test_equals_policy_loss_whole_and_row_by_row(name: str, token_level: bool) -> None:
-    """Rows one by one, as NeMo-RL's sequence packing makes them, add up: loss, gradient and metrics. Pickled before, as
-    the loss travels to the workers."""
-    loss = pickle.loads(pickle.dumps(build(BLOCKS[name], **NO_KL, token_level_loss=token_level, ratio_clip_max=0.28)))
+def test_loss_and_metrics_of_single_rows_add_up_to_policy_loss(name: str) -> None:
+    """As NeMo-RL's sequence packing makes them. Pickled before, as the loss travels to the workers. test_contract has
+    the token-level loss and the gradients."""
+    loss = pickle.loads(pickle.dumps(build(BLOCKS[name], **NO_KL, token_level_loss=False, ratio_clip_max=0.28)))
     log_probs, data = batch()
     toks, seqs = float(MASK.sum()), float(SAMPLE_MASK.sum())
-    value, gradient, metrics = call(loss, log_probs, data, toks, seqs)
-
-    rows = log_probs.clone().requires_grad_()
-    result = mp.policy_loss(rows.flatten(), packed_of(data), loss.config)
-    expected = (result.loss_sum + sum(result.terms.values())) / (toks if token_level else seqs)
-    expected.backward()
-    assert rows.grad is not None and rows.grad.abs().sum() > 0
-    torch.testing.assert_close(value, expected.detach(), rtol=1e-7, atol=1e-12)
-    torch.testing.assert_close(gradient, rows.grad, rtol=1e-7, atol=1e-12)
+    value, _, metrics = call(loss, log_probs, data, toks, seqs)
+    result = mp.policy_loss(log_probs.flatten(), packed_of(data), loss.config)
+    expected = (result.loss_sum + sum(result.terms.values())) / seqs
+    torch.testing.assert_close(value, expected, rtol=1e-7, atol=1e-12)
     assert metrics["loss"] == float(value) and metrics["num_valid_samples"] == 3.0
     if loss.config.rs.policy != "current":
         train = log_probs if loss.config.use_rollout_log_probs else data["prev_logprobs"][:, 1:]
         gap = (train - data["generation_logprobs"][:, 1:])[MASK[:, 1:] > 0]
         assert metrics["gen_kl_error"] == pytest.approx(float((gap.exp() - 1 - gap).sum()) / toks, rel=1e-6)
         assert metrics["token_mult_prob_error"] == pytest.approx(float(gap.abs().exp().sum()) / toks, rel=1e-6)
-    one = [{key: value[i : i + 1] for key, value in data.items()} for i in range(4)]
-    parts = [call(loss, log_probs[i : i + 1], one[i], toks, seqs) for i in range(4)]
-    torch.testing.assert_close(sum(part[0] for part in parts), value, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(torch.cat([part[1] for part in parts]), gradient, rtol=1e-9, atol=1e-12)
+    rows = [{key: value[i : i + 1] for key, value in data.items()} for i in range(4)]
+    parts = [call(loss, log_probs[i : i + 1], row, toks, seqs)[2] for i, row in enumerate(rows)]
     for key, value in metrics.items():
-        assert sum(part[2].get(key, 0.0) for part in parts) == pytest.approx(value, rel=1e-9, abs=1e-9), key
+        assert sum(part.get(key, 0.0) for part in parts) == pytest.approx(value, rel=1e-9, abs=1e-9), key
     theirs = result.statistics.metrics()
-    compared = [key for key in metrics if key in theirs]
+    compared = metrics.keys() & theirs.keys()
     assert len(compared) >= 15
     for key in compared:
         assert metrics[key] == pytest.approx(theirs[key], rel=1e-9, abs=1e-12), key
@@ -191,13 +183,10 @@ def test_settings_by_hand() -> None:
 def test_setup_returns_our_loss_in_the_place_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     own = SimpleNamespace(input_type="logprob", loss_type="token_level", use_fused_linear_logprobs=True)
 
-    def setup(master_config: Any, tokenizer: str) -> tuple[Any, ...]:
-        return "policy", own, tokenizer, master_config
-
-    wrapped = with_mismatch_loss(with_mismatch_loss(setup))
+    wrapped = with_mismatch_loss(with_mismatch_loss(lambda master_config, tokenizer: ("policy", own, tokenizer)))
     config = {"loss_fn": {"mismatch": BLOCKS["1"]}}
-    policy, loss, tokenizer, returned = wrapped(config, tokenizer="tokenizer")
-    assert (policy, tokenizer, returned) == ("policy", "tokenizer", config)
+    policy, loss, tokenizer = wrapped(config, tokenizer="tokenizer")
+    assert (policy, tokenizer) == ("policy", "tokenizer")
     assert isinstance(loss, MismatchLoss) and loss.use_fused_linear_logprobs
     printed = capsys.readouterr().out
     assert "algorithm 1: bypass PPO" in printed and "host: nemo-rl " in printed
