@@ -120,7 +120,7 @@ def _nemo_total(plan: Plan, data: Data, current: Tensor) -> Tensor:
     rows |= {"token_mask": torch.nn.functional.pad(MASK, (1, 0)), "sample_mask": torch.ones(len(MASK))}
     one = torch.ones((), dtype=torch.float64)
     section = {"ratio_clip_min": 0.2, "ratio_clip_max": 0.3, "reference_policy_kl_penalty": 0.0, "mismatch": block}
-    loss, total = MismatchLoss(section), 0.0
+    loss, total = MismatchLoss(section), current.sum() * 0.0
     size = len(MASK) if loss.config.tis.batch_normalize else 1  # row by row, as its sequence packing has them
     for at in range(0, len(MASK), size):
         part = {name: values[at : at + size] for name, values in rows.items()}
@@ -210,7 +210,7 @@ def _skyrl(temperature: float = 1.0, logprobs: int | None = 1, **algorithm: Any)
 def _skyrl_total(words: str, data: dict[str, Tensor], current: Tensor) -> Tensor:
     advantages = data["advantages"].unsqueeze(1).expand(MASK.shape) / MASK.sum()  # as `loss_reduction` scales them
     config = skyrl.settings(_skyrl(), words)
-    rest = {"loss_mask": MASK.float(), "rollout_logprobs": data["rollout"], "mismatch": config}
+    rest: dict[str, Any] = {"loss_mask": MASK.float(), "rollout_logprobs": data["rollout"], "mismatch": config}
     loss, metrics = skyrl.policy_loss(current, data["old"], advantages, config=None, **rest)
     assert all(isinstance(value, float) for value in metrics.values())
     return loss * MASK.sum()

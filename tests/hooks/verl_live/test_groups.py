@@ -79,7 +79,7 @@ def test_advantages_are_those_of_the_accepted_alone(scaled: bool, denominator: s
         rewards = rewards_of(scores)
         block = {"rs": {"group": "exclude"}, "denominator": denominator}
         mine, metrics = step(data, rewards, UIDS, correction(**REJECTING, mismatch=block), scaled)
-        columns = {name: data[name] for name in ("old_log_probs", "rollout_log_probs")}
+        columns: dict[str, Any] = {name: data[name] for name in ("old_log_probs", "rollout_log_probs")}
         packed = mp.PackedSequences.from_padded(loss_masks=data["response_mask"], **columns)
         config = mp.preset("disabled").replace(rs={"criteria": ["sequence_mean:k3:0.05"]})
         kept = [i for i, count in enumerate(mp.correct(packed, config).kept_N) if count > 0]
