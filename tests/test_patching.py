@@ -57,15 +57,14 @@ def test_apply_and_revert_are_idempotent(tree: Path) -> None:
     assert sorted(path.name for path in (tree / "pkg").iterdir()) == ["a.py", "b.py"]
 
 
-@pytest.mark.parametrize("text", ["line_4 = 5", "line_4 = 4\nline_4 = 4\nline_7", "line_4 = 4\nours = True\nline_7"])
-@pytest.mark.parametrize("back", [False, True])
-def test_another_file_is_refused_and_nothing_is_changed(text: str, back: bool, tree: Path) -> None:
-    """Without the text, with it twice, and with one edit of two made."""
+def test_another_file_is_refused_and_nothing_is_changed(tree: Path) -> None:
     before = (tree / "pkg" / "a.py").read_bytes()
-    (tree / "pkg" / "b.py").write_text(f"{text}\n")
-    with pytest.raises(PatchError, match=r"pkg/b\.py is another version: the patch is for own"):
-        apply(patches_of("own", optional=True), tree, back)
-    assert (tree / "pkg" / "a.py").read_bytes() == before
+    for text in ("line_4 = 5", "line_4 = 4\nline_4 = 4\nline_7", "line_4 = 4\nours = True\nline_7"):
+        (tree / "pkg" / "b.py").write_text(f"{text}\n")
+        for back in (False, True):
+            with pytest.raises(PatchError, match=r"pkg/b\.py is another version: the patch is for own"):
+                apply(patches_of("own", optional=True), tree, back)
+            assert (tree / "pkg" / "a.py").read_bytes() == before
 
 
 def test_the_command(tree: Path) -> None:
@@ -74,11 +73,9 @@ def test_the_command(tree: Path) -> None:
         return result.exit_code, result.output
 
     own = ("--host", "own")
-    other = "pkg/b.py (optional): not applied\n  to test\n"
-    assert run("check", *own) == (0, f"pkg/a.py: not applied\n  to test\n{other}")
-    assert run("apply", *own) == (0, "applied to pkg/a.py\n")
+    assert run("check", *own)[1].startswith("pkg/a.py: not applied\n  to test\npkg/b.py (optional): not applied\n")
     assert run("apply", *own, "--file", "pkg/b.py") == (0, "applied to pkg/b.py\n")
-    assert run("apply", *own, "--optional")[1].count("nothing to do") == 2
+    assert run("apply", *own, "--optional") == (0, "applied to pkg/a.py\nnothing to do: pkg/b.py (applied)\n")
     (tree / "pkg" / "b.py").write_text("another file\n")
     status, output = run("check", *own)
     assert status == 0 and "pkg/b.py (optional): another version" in output  # nobody asked for it, so it fails nothing
@@ -86,7 +83,6 @@ def test_the_command(tree: Path) -> None:
     (tree / "pkg" / "a.py").unlink()
     assert run("check", *own)[0] == 1  # a patch that can neither be applied nor is
     for arguments, says in (
-        (own, f"{tree / 'pkg' / 'a.py'} is not there: the patch is for own"),
         ((*own, "--file", "pkg/c.py"), "own has no patch for pkg/c.py: there are those of pkg/a.py, pkg/b.py."),
         (("--host", "verl"), "there is no patch for host 'verl': there are those of own. verl needs none: set actor_"),
     ):

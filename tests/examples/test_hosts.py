@@ -82,7 +82,6 @@ def test_every_example_is_in_the_table_and_tested() -> None:
     "words",
     [
         flags_of(SLIME / "run-qwen3-4B.diff"),
-        [*flags_of(SLIME / "run-qwen3-4B.diff"), "--rollout-max-response-len", "8192"],
         flags_of(SLIME / "run-qwen3-4B-yaml.diff"),  # mismatch.yaml
         ["--use-tis", "--custom-config-path", str(SLIME / "mis.yaml")],
     ],
@@ -93,9 +92,8 @@ def test_slime_s_examples_mean_token_weights(words: list[str], tmp_path: Path) -
 
 def meant_by_path(args: Namespace) -> None:
     config = slime.check(args)
-    assert config is not None
+    assert config is not None and "no step metrics" not in "\n".join(slime.describe(config, args))
     assert (config.algorithm, config.tis.level, config.tis.upper_bound) == (2, "token", 2.0)
-    assert "no step metrics" not in "\n".join(slime.describe(config, args))
 
 
 def test_slime_without_the_launcher(tmp_path: Path) -> None:
@@ -215,7 +213,8 @@ folder.mkdir(parents=True, exist_ok=True)
 (folder / "settings.json").write_text("{}")
 with (folder / "metrics.jsonl").open("a") as lines:
     for step in range(1, 4):
-        lines.write(json.dumps({"step": step, "rollout_corr/rollout_is_mean": 1.0 + step}) + chr(10))
+        row = {"step": step, "rollout_corr/kl": 0.1, "rollout_corr/rollout_is_mean": 1.0 + step}
+        lines.write(json.dumps(row) + chr(10))
 """
 FOUR = EXAMPLES / "compare_four_on_a_cluster.sh"
 
@@ -242,12 +241,16 @@ def test_compare_four_on_a_cluster(tmp_path: Path) -> None:
         assert plan.lines[0].startswith(f"algorithm {algorithm}: ")
         assert plan.argv[:2] == ("--num-rollout", "3")
     page = (output / "report.html").read_text()
-    assert all(name in page for name in ("PPO", "bypass", "Complete, every run"))
+    assert all(name in page for name in ("PPO", "bypass", "Complete, every run", "KL(rollout‖trainer)"))
+    assert "rewards are in the logs of the host" in page and "This is a partial report" not in page
     assert len(list(output.glob("cluster/*/seed0/config.json"))) == 4
+    (output / "cluster" / "3" / "seed0" / "done.json").unlink()
+    page = collect(output).read_text(encoding="utf-8")  # again, after more has been written
+    assert "This is a partial report" in page and "seed 0: unfinished, 3 steps" in page
 
 
 def test_explaining_four_runs_leaves_no_trace(tmp_path: Path) -> None:
-    """Four jobs are explained, also behind a finished run, and nothing says afterwards that one has run."""
+    """Also behind a finished run: nothing says afterwards that one has run."""
     finished = folder(tmp_path / "output" / "cluster" / "1" / "seed0") / "done.json"
     finished.write_text("{}")
     jobs = jobs_of(tmp_path, {"OUTPUT": str(tmp_path / "output")}, "train.py", "--mismatch-explain-only")
@@ -255,37 +258,12 @@ def test_explaining_four_runs_leaves_no_trace(tmp_path: Path) -> None:
     assert [path for path in (tmp_path / "output").rglob("*") if path.is_file()] == [finished]
 
 
-def collected(output: Path, algorithm: str, preset: str) -> None:
-    run = output / "cluster" / algorithm / "seed7"
-    for _ in range(3):
-        write_step(run, mp.preset(preset), {"rollout_corr/kl": 0.1, "rollout_corr/rollout_is_mean": 1.0})
-    (run / "done.json").write_text("{}")
-
-
-def test_a_report_of_four_runs_is_complete_and_says_what_it_is_about(tmp_path: Path) -> None:
-    for module in ("matplotlib", "jinja2"):
-        pytest.importorskip(module, reason="the report needs matplotlib and jinja2 (extra lab)")
-    for algorithm, preset in enumerate(("disabled", "bypass_ppo_clip", "seq_is", "pg_is")):
-        collected(tmp_path, str(algorithm), preset)
-    html = collect(tmp_path).read_text(encoding="utf-8")
-    assert "Complete, " in html and "This is a partial report" not in html
-    assert "rewards are in the logs of the host" in html and "same small task" not in html
-    assert "<code>seq_is</code>" in html and "every run has finished" in html and "KL(rollout‖trainer)" in html
-    (tmp_path / "cluster" / "3" / "seed7" / "done.json").unlink()
-    html = collect(tmp_path).read_text(encoding="utf-8")  # again, after more has been written
-    assert "This is a partial report" in html and "pg_is, seed 7: unfinished, 3 steps" in html
-
-
 def test_a_report_of_what_is_not_what_it_seems_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no metrics\.jsonl below .*: did the runs get --mismatch-report-dir"):
         collect(folder(tmp_path / "empty"))
-    collected(tmp_path / "mixed", "1", "seq_is")
+    write_step(tmp_path / "mixed" / "cluster" / "1" / "seed7", mp.preset("seq_is"), {"rollout_corr/kl": 0.1})
     with pytest.raises(ValueError, match=r"seed7 holds a run of algorithm 2: move it to a folder of that name"):
         collect(tmp_path / "mixed")
-    compared = folder(tmp_path / "compared") / "run.json"
-    compared.write_text('{"settings": ["control"]}')
-    with pytest.raises(ValueError, match="holds a run of `mismatch-plugin compare`"):
-        collect(tmp_path / "compared")
 
 
 def run_script(

@@ -18,7 +18,7 @@ from mismatch_plugin.hooks.tree import put, read_overrides, text
 from mismatch_plugin.hooks.verl import config as verl_settings
 from mismatch_plugin.hooks.verl import launch as verl
 from mismatch_plugin.launch.__main__ import prepare
-from tests.hooks.contracts.launch_trees import ROOT, launch, megatron_tree, ray_tree
+from tests.hooks.contracts.launch_trees import launch, megatron_tree, ray_tree
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 
@@ -99,7 +99,6 @@ VERL = {
     "--rs-criterion sequence_max:k2:0.5 trainer.nnodes=1": (
         "= 0 | RC.bypass_mode=false RC.loss_type=ppo_clip | ROLLOUT.calculate_log_probs=true | ~sampling filter"
     ),
-    "--use-rollout-log-probs": "= 1 | RC.bypass_mode=true RC.loss_type=ppo_clip",
     "RC.rollout_is=null ACTOR.clip_ratio_low=null --use-tis": "= 2 token truncate 0.5 2 ppo | clip 0.2 0.2",
     "--use-rollout-log-probs --use-tis --tis-level sequence": "= 3 sequence truncate | RC.loss_type=reinforce",
     f"{REINFORCE} --use-rollout-log-probs --use-tis": "= 3 token | ~RC.bypass_mode | ~RC.loss_type",
@@ -120,10 +119,7 @@ VERL = {
         "ppo.eps_clip_high 0.28 contradicts | clip_ratio_c, which makes it 0.3"
     ),
     f"{REINFORCE} MODE=mismatch": "= 3 none truncate | ~eps_clip | made in the workers' loss, micro-",
-    "RC.rollout_is=sequence MODE=mismatch": "= 2 sequence truncate",
     "RC.rollout_is=token RC.rollout_is_threshold='0.5_5.0' MODE=mismatch": "= 2 token mask 0.5 5",
-    "RC.rollout_is=sequence +RC.mismatch.tis.mode=clip": "= 2 sequence clip 0.5 2",
-    f"{REINFORCE} +RC.mismatch.preset=pg_is": "= 3 sequence truncate",
     "RC.rollout_is=token MODE=mismatch": "algorithm 2: decoupled PPO | made by verl's own function | ~invalid rollout",
     "RC.rollout_is=token RC.rollout_rs=token_k2 RC.rollout_rs_threshold=1 +RC.mismatch.denominator=original": (
         "rejected tokens still count | weights and rejection are made on the driver, over the rollout batch"
@@ -135,7 +131,6 @@ VERL = {
     "+RC.mismatch.preset=pg_is": "RC.bypass_mode=true and RC.loss_type=reinforce",
     "RC.bypass_mode=true +RC.mismatch.preset=pg_is": "is algorithm 3",
     "RC.rollout_is=token +RC.mismatch.preset=token_is": "is next to mismatch.preset token_is",
-    "+RC.mismatch=clip": "not a mapping of settings",
     f"{REINFORCE} +RC.mismatch={{denominator:accepted,rs:{{veto_threshold:1e-4}}}}": "Choose auto or original",
     # What batch normalisation is over.
     "RC={rollout_is:token,rollout_is_batch_normalize:true,mismatch:{metrics:basic}}": "over: rollout_batch",
@@ -158,7 +153,6 @@ VERL = {
         "loss in the workers: verl's own gspo, with the driver's weights and mask; for the plugin's add "
         "MODE=mismatch and +ACTOR.policy_loss.rollout_correction='${RC}' | objective: gspo, ratio in [0.8, 1.2]"
     ),
-    "+RC.mismatch.use_tis=true MODE=clip_cov": "verl's own clip_cov, with | ~objective: | ~added: +",
     "RC.bypass_mode=true +RC.mismatch.metrics=full MODE=gspo": "needs our loss in the workers: add MODE=mismatch and",
     "--use-tis --use-rollout-log-probs MODE=gspo": "gspo contradicts algorithm 3",
     "--use-tis --mismatch-objective cispo MODE=gspo": "gspo contradicts --mismatch-objective cispo",
@@ -172,7 +166,6 @@ VERL = {
     f"algorithm.adv_estimator=gae {GROUPS}": "adv_estimator gae compares other ones: choose grpo",
     # The longest response, and the sampler's filters, are the host's own.
     "data.max_response_length=8192 --use-tis --tis-level sequence": "! --tis-level sequence over 8192 tokens: ",
-    "data.max_response_length=64 --use-tis --tis-level sequence": "~! --tis-level",
     "--use-tis ROLLOUT.name=vllm ROLLOUT.top_p=0.9": "; METRIC shows it. verl",
     "--use-tis ROLLOUT.name=vllm ROLLOUT.top_p=0.9 ROLLOUT.logprobs_mode=raw_logprobs": "METRIC does not show it",
     "--use-tis ROLLOUT.name=trtllm ROLLOUT.top_p=0.9": "METRIC shows it if the engine renormalises | [0.9, 1]",
@@ -191,7 +184,6 @@ NEMO = {
     f"{BOUNDED}=icepop loss_fn.TRUNCATED_ratio_min=0.5 --use-tis": "= 2 token mask 0.5 2",
     f"{BOUNDED}=seq-mask-tis loss_fn.TRUNCATED_ratio_min=0.9 --use-tis": "sequence_mean_ratio | [0.9, 2]",
     f"{BOUNDED}=tis --use-tis --tis-upper-bound 3": "3.0 contradicts NeMo-RL's loss_fn.TRUNCATED_…, which makes",
-    f"{BOUNDED}=tis --use-rollout-log-probs": "is next to mismatch.use_rollout_log_probs",
     f"{CORRECTED} --use-rollout-log-probs --use-tis": (
         "= 3 | force_on_policy_ratio=true skips it | correction has no effect"
     ),
@@ -202,7 +194,6 @@ NEMO = {
         "loss_fn.sequence_level_importance_ratios clips π_θ/π_old, and algorithm 3"
     ),
     "loss_fn.disable_ppo_ratio=true --rs-criterion token:k2:0.5": "= 0 token truncate 0.5 2 reinforce",
-    "loss_fn.disable_ppo_ratio=true --use-tis --use-rollout-log-probs": "= 3",  # REINFORCE already
     "loss_fn.disable_ppo_ratio=true loss_fn.force_on_policy_ratio=true --rs-criterion token:k2:0.5": (
         "0.5 2 ppo | disable_ppo_ratio: no effect next to force_on_policy_ratio"  # whose ratio is 1
     ),
@@ -212,7 +203,6 @@ NEMO = {
     f"grpo.adv_estimator.name=gdpo {GROUPS}": "grpo.adv_estimator.name gdpo forms other advantages: choose grpo",
     "--use-tis +loss_fn.mismatch.use_tis=true": "is set next to the plugin's flags",
     "--config FOLDER/alias.yaml --use-tis": "alias.yaml cannot be read | it has an alias (*)",
-    "--config nowhere.yaml --use-tis": "nowhere.yaml does not exist: give --config FILE",
     "--use-tis --tis-level sequence": "! --tis-level sequence over 8192 tokens: ",
     "policy.max_total_sequence_length=64 --use-tis --tis-level sequence": "~! --tis-level",
     "--use-tis GENERATION.top_p=0.9": "top_p 0.9, top_k None; NeMo-RL cuts the trainer's logits | METRIC",
@@ -220,23 +210,6 @@ NEMO = {
 NO_MASK = "! no loss mask without the patch: token level only, no metrics"
 UNPATCHED = {
     "--use-tis": f"{NO_MASK} | = 2 token | added: SWITCH",
-    "--use-tis --mismatch-metrics off": NO_MASK,
-    "--rs-criterion token:tv:0.15@away --rs-policy current": NO_MASK,
-    "--mismatch-objective cispo": NO_MASK,
-    "--use-tis --tis-level sequence": "cannot be had: level sequence. Apply the patch",
-    "--use-tis --mismatch-metrics basic": "cannot be had: --mismatch-metrics basic. Apply the patch",
-    "--mismatch-preset disabled": "cannot be had: a run that only measures. Apply the patch (mismatch-plugin",
-    "SWITCH --use-rollout-log-probs": "SWITCH weighs the loss (algorithm 2), but | choose algorithm 1: add --use-t",
-    "--rl-importance-sampling-truncation-coef 2 --rs-criterion token:k2:0.5": "weighs the loss (algorithm 2), but",
-    "--use-tis --no-rl-inference-logprobs-is-correction": "keeps the inference log-probs from the loss",
-}
-PATCHED = {
-    "--use-tis": f"{NO_MASK} | = 2 token | added: SWITCH",
-    "--use-tis --mismatch-metrics off": NO_MASK,
-    "--rs-criterion token:k2:0.5": NO_MASK,
-    "--use-rollout-log-probs": NO_MASK,
-    "--mismatch-objective cispo": NO_MASK,
-    "--mismatch-rollout-kl-coef 1e-3": NO_MASK,
     "--rs-criterion token:tv:0.15@away --rs-policy current": NO_MASK,
     "--use-tis --tis-level sequence": "cannot be had: level sequence. Apply the patch",
     "--use-tis --mismatch-metrics basic": "cannot be had: --mismatch-metrics basic. Apply the patch",
@@ -260,11 +233,8 @@ PATCHED = {
         "sequence level | as in Megatron: by each micro-batch | half precision | 0.0 | ~no loss mask"
     ),
     "--use-tis --tis-level sequence": "! --tis-level sequence over 2560 tokens",
-    "--use-tis --tis-level sequence --inference-max-seq-length 64": "~! --tis-level",
     "--mismatch-preset disabled": "algorithm 0: PPO | = 0 token",
     "--use-tis --rl-default-top-p 0.9": "top_p 0.9 without a sampling mask | in [0.9, 1] | METRIC does not show it",
-    "--use-tis --rl-default-top-p 1.0": "~sampling filter",
-    "--use-tis --rl-default-top-k 20": "sampling filter: top_k 20 | no bound is known",
     "--use-tis --rl-default-top-p 0.9 --inference-dynamic-batching-logprobs-mode processed_logprobs": (
         "METRIC shows it. Megatron-LM RL"
     ),
@@ -278,16 +248,9 @@ SLIME = {
 MILES = {
     "--use-tis": "= 2 token truncate 0.5 2 | ~sampling filter",
     "--use-tis --rollout-top-p 0.9": "top_p 0.9 without a sampling mask | in [0.9, 1] | METRIC does not show it",
-    "--use-tis --rollout-top-p 0.9 --rollout-top-k 20": "no bound is known | top_k 20",
 }
-TABLES = {
-    "verl": VERL,
-    "nemo-rl": NEMO,
-    "megatron-lm": UNPATCHED,
-    "megatron-lm, patched": PATCHED,
-    "slime": SLIME,
-    "miles": MILES,
-}
+TABLES = {"verl": VERL, "nemo-rl": NEMO, "megatron-lm": UNPATCHED, "megatron-lm, patched": PATCHED}
+TABLES |= {"slime": SLIME, "miles": MILES}
 LINES = [(host, line) for host, table in TABLES.items() for line in table]
 
 
@@ -300,8 +263,6 @@ def test_what_is_said_of_a_line(host: str, line: str, tmp_path: Path) -> None:
 
 
 def test_verl_s_entry_point_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    declared = '[project.entry-points."verl.plugins"]\nmismatch_plugin = "mismatch_plugin.hooks.verl_plugin"'
-    assert declared in (ROOT / "pyproject.toml").read_text()
     here = SimpleNamespace(name="mismatch_plugin")
     monkeypatch.setattr(verl, "entry_points", lambda group: [here] if group == "verl.plugins" else [])
     verl.validate_registration()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from argparse import SUPPRESS, ArgumentParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mismatch_plugin.config.flags import add_arguments
-from mismatch_plugin.hooks.base import Given, peek
+from mismatch_plugin.hooks.base import Given
 from mismatch_plugin.hooks.hosts import HOSTS
 from mismatch_plugin.launch.__main__ import host_of, main, prepare
 from mismatch_plugin.launch.command_line import help_text, read_command_line
@@ -39,45 +38,28 @@ def test_our_flags_are_taken_and_the_rest_stays_as_it_is() -> None:
 def test_underscores_are_dashes_in_every_flag(tmp_path: Path) -> None:
     """Also in those of the launcher itself, before and behind the script; what the host gets keeps its spelling."""
     words = ["--use_tis", "--tis_level=sequence", "--tis_upper_bound", "3", "--mismatch_explain_only"]
-    given = _read(" ".join([*words, "--num_x 1"]))
-    assert (given.explain_only, given.host_argv) == (True, ("--num_x", "1"))
-    assert given.settings == {"use_tis": True, "tis": {"level": "sequence", "upper_bound": 3.0}}
-    assert given.flags == ("--use-tis", "--tis-level", "--tis-upper-bound")
     assert "--use_tis" not in help_text("usage", "description")
-    (tmp_path / "mine.py").write_text("pass\n")
-    script = str(tmp_path / "mine.py")
-    for line in ([*words, "--mismatch_host", "slime", script], [script, *words, "--mismatch-host=slime"]):
+    script = tmp_path / "mine.py"
+    script.write_text("pass\n")
+    for line in ([*words, "--mismatch_host", "slime", str(script)], [str(script), *words, "--mismatch-host=slime"]):
         target, host, given, plan = prepare([*line, "--num_x", "1"])
-        assert (target.name, host.name, given.flags) == (
-            script,
-            "slime",
-            ("--use-tis", "--tis-level", "--tis-upper-bound"),
-        )
-        assert plan.argv[:2] == ("--num_x", "1")
+        assert (target.name, host.name, plan.argv[:2]) == (str(script), "slime", ("--num_x", "1"))
+        assert given.explain_only and given.flags == ("--use-tis", "--tis-level", "--tis-upper-bound")
+        assert given.settings == {"use_tis": True, "tis": {"level": "sequence", "upper_bound": 3.0}}
 
 
 REFUSED = {
     # The value would go to the host, which may pass over it, and the switch would be on.
     "--use-tis false": "is a switch and takes no value",
-    "--mismatch_dry_run 1 --lr 1": "is a switch and takes no value",
     # No host's parser would read them there, and the run would go uncorrected.
     "--use-tis -- x --tis_level=geometric": "--tis_level=geometric stands behind --",
     "-- --mismatch-host slime": "--mismatch-host stands behind --",
     "--use-tis -- --tis-levle token": "--tis-levle is unknown: did you mean --tis-level?",
     "--use-tsi --tis-level token": "--use-tsi is unknown: did you mean --use-tis?",
-    "--tis_levle token": "--tis_levle is unknown: did you mean --tis-level?",
     "--tis-level token --tis_level sequence": "--tis_level sequence contradicts --tis-level token",
-    "--mismatch-colour red": "--mismatch-colour is unknown",
-    "--use-tis --tis-mode": "Argument --tis-mode: expected one argument.",
-    "--use-tis --tis-mode cap": "Argument --tis-mode: invalid choice: 'cap'",
-    "--tis-mode clip": "--tis-mode clip changes no weight without --use-tis",
-    "--use-tis --tis-lower-bound 0.5": "--tis-lower-bound 0.5 bounds no weight",
     "--use-tis --tis-upper-bound nan": "--tis-upper-bound is nan: it should be",
-    "--mismatch-preset nothing": "preset 'nothing' is unknown",
-    "--use-tis --mismatch-config /nowhere.yaml": "/nowhere.yaml does not exist",
     # With other dashes the host would pass over it, and the run would go uncorrected.
     "--lr 1 -use_tis": "-use_tis is unknown: did you mean --use-tis?",
-    "\u2014use-tis": "\u2014use-tis is unknown: did you mean --use-tis?",
     # What is meant may be the host's.
     "--tis_clip=3": "--tis_clip is unknown: did you mean --tis-clip?",
 }
@@ -95,15 +77,6 @@ def test_other_tokens_are_the_host_s() -> None:
     assert _read(" ".join(tokens)).host_argv == tuple(tokens)
 
 
-def test_peek_sees_defaults_and_what_was_typed() -> None:
-    table: dict[str, dict[str, Any]] = {
-        "--loss-type": {"default": "policy_loss"},
-        "--eps-clip": {"type": float, "default": 0.2},
-    }
-    values, typed = peek(["--eps-clip=0.3", "--other", "1", "--eps", "9"], table)
-    assert (values.loss_type, values.eps_clip, typed) == ("policy_loss", 0.3, {"eps_clip"})
-
-
 # Script and host ------------------------------------------------------------------------------------------------------
 
 
@@ -113,7 +86,6 @@ def test_peek_sees_defaults_and_what_was_typed() -> None:
         (b"from slime.utils.arguments import parse_args", "slime"),
         (b"import os\nif os:\n    from miles.utils.arguments import parse_args", "miles"),
         (b"# coding: latin-1\n# \xe9\nfrom megatron.rl import rl_utils", "megatron-lm"),
-        (b"import verl.trainer.main_ppo", "verl"),
         (b"from nemo_rl.algorithms.grpo import setup", "nemo-rl"),
         (b"import trl", "TRL takes the plugin without the launcher: put mismatch_plugin.hooks.trl.Corr"),
         (b"import slimes", "imports no host that is known: say which it is, --mismatch-host slime|miles"),
@@ -135,8 +107,6 @@ def test_the_host_is_what_the_script_imports_or_it_is_asked_for(source: bytes, f
     ("line", "message"),
     [
         ("--use-tis", "no training script is given"),
-        ("nowhere.py", "training script nowhere.py does not exist"),
-        ("-m", "-m names no module"),
         ("-m no_such_package.train", "module no_such_package.train is not found"),
         ("--mismatch-host slim HERE", "host 'slim' is unknown: did you mean slime"),
     ],
@@ -153,7 +123,6 @@ def test_help_before_a_script_is_named(capsys: pytest.CaptureFixture[str], monke
     main(["--use-tis", "--help"])
     printed = capsys.readouterr()
     assert printed.err == ""
-    assert printed.out.startswith("usage: python -m mismatch_plugin.launch [--mismatch-host NAME] TRAIN_SCRIPT ARGS…")
     page = " ".join(printed.out.split())
     assert "found by what the script imports" in page and all(name in page for name in HOSTS)
     for action in add_arguments(ArgumentParser(add_help=False))._actions:
@@ -172,10 +141,10 @@ def test_the_script_runs_as_python_would_run_it_and_its_exit_status_is_kept(tmp_
     line = "--num-rollout 7 --use-tis --unknown-to-slime 1"
     done, other = (launch(script, line, env={"RANK": rank}) for rank in ("0", "1"))
     assert (done.status, other.status) == (7, 7), done.errors
-    assert done.given is not None and other.given is not None
-    assert done.given["argv"][:4] == [str(script), "--num-rollout", "7", "--unknown-to-slime"]
-    assert (done.given["path"], done.given["name"]) == (str(script.parent), "__main__")
-    assert done.given["args"]["num_rollout"] == 7 and done.given["args"] == other.given["args"]
+    given = done.given or {}
+    assert given["argv"][:4] == [str(script), "--num-rollout", "7", "--unknown-to-slime"]
+    assert (given["path"], given["name"], given["args"]["num_rollout"]) == (str(script.parent), "__main__", 7)
+    assert other.given and given["args"] == other.given["args"]
     assert done.printed.index("mismatch_plugin on slime:") < done.printed.index("BEFORE PARSING")
     assert done.printed.count("mismatch_plugin on slime:") == 1 and "mismatch_plugin on" not in other.printed
 
@@ -186,8 +155,7 @@ def test_a_module_runs_as_python_m_would(tmp_path: Path) -> None:
     env = {"PYTHONPATH": f"{ROOT}:{tmp_path / 'tree'}"}
     done = launch(Path("-m"), "slime.train --use-tis --num-rollout 3", env=env)
     assert done.given is not None, done.errors
-    assert done.given["argv"][:3] == [str(script), "--num-rollout", "3"]
-    assert done.given["args"]["use_tis"] is True
+    assert done.given["argv"][:3] == [str(script), "--num-rollout", "3"] and done.given["args"]["use_tis"] is True
 
 
 def test_explain_only_prints_the_block_and_a_host_that_is_not_installed_is_named(tmp_path: Path) -> None:

@@ -15,38 +15,25 @@ import pytest
 from mismatch_plugin.hooks.hosts import HOSTS
 from mismatch_plugin.launch.__main__ import prepare
 from mismatch_plugin.launch.guard import Guard, starts_trainer
-from tests.hooks.contracts.launch_trees import Outcome, launch, ray_tree
+from tests.hooks.contracts.launch_trees import launch, ray_tree
 
 
-def _run(folder: Path, source: str, line: str = "--use-tis") -> tuple[Outcome, bool]:
-    """(what came of slime's script with these lines, whether x.py has run)."""
-    script = ray_tree(folder / "tree", "slime")
-    script.write_text(f"import os, subprocess, sys, threading\nimport slime\nos.chdir({str(folder)!r})\n{source}\n")
-    (folder / "x.py").write_text("from pathlib import Path\nPath('started').touch()\n")
-    return launch(script, line), (folder / "started").exists()
-
-
-@pytest.mark.parametrize(
-    ("source", "line", "started", "said"),
-    [
-        (
-            "def start():\n    try:\n        subprocess.run([sys.executable, 'x.py'])\n    except BaseException:\n"
-            "        pass\nthread = threading.Thread(target=start)\nthread.start()\nthread.join()",
-            *("--use-tis", False, "train.py has not read slime's command line and starts another program ("),
-        ),
-        (
-            "subprocess.run([sys.executable, 'x.py'])\nsys.exit(0)",  # a host named by hand is believed until the end
-            *("--use-tis --mismatch-host slime", True, "train.py has ended and never read slime's command line"),
-        ),
-    ],
-)
-def test_a_run_in_which_our_flags_would_not_arrive_exits_2_with_one_sentence(
-    source: str, line: str, started: bool, said: str, tmp_path: Path
-) -> None:
-    done, has_started = _run(tmp_path, source, line)
-    assert (done.status, has_started) == (2, started), done.errors
-    (sentence,) = done.errors.splitlines()
-    assert sentence.startswith(f"mismatch_plugin: {said}")
+def test_a_run_in_which_our_flags_would_not_arrive_exits_2_with_one_sentence(tmp_path: Path) -> None:
+    """What is raised in a thread ends no script, and a host named by hand is believed until the end."""
+    thread = "one = threading.Thread(target=subprocess.run, args=([sys.executable, 'x.py'],))\none.start()\none.join()"
+    child = "subprocess.run([sys.executable, 'x.py'])\nsys.exit(0)"
+    script = ray_tree(tmp_path / "tree", "slime")
+    (tmp_path / "x.py").write_text("from pathlib import Path\nPath('started').touch()\n")
+    for source, host, started, said in (
+        (thread, "", False, "train.py has not read slime's command line and starts another program ("),
+        (child, "--mismatch-host slime", True, "train.py has ended and never read slime's command line"),
+    ):
+        start = f"import os, subprocess, sys, threading\nimport slime\nos.chdir({str(tmp_path)!r})"
+        script.write_text(f"{start}\n{source}\n")
+        done = launch(script, f"--use-tis {host}")
+        assert (done.status, (tmp_path / "started").exists()) == (2, started), done.errors
+        (sentence,) = done.errors.splitlines()
+        assert sentence.startswith(f"mismatch_plugin: {said}")
 
 
 def test_every_way_to_start_a_trainer_is_seen_until_the_line_is_read(
@@ -107,17 +94,15 @@ def test_every_host_says_what_reads_its_command_line(name: str, monkeypatch: pyt
 COMMANDS = {
     True: [
         *("python train.py", "/usr/bin/python3.12 -u x.py", "A=1 B=2 python x.py", "cd x && exec python x.py"),
-        *("bash run.sh", "bash -lc 'python x.py'", "sh -c 'true; torchrun x.py'", "env A=1 python -m verl.trainer"),
-        *("ray job submit -- x", "uv run python x.py", "srun -N 2 python x.py", "sbatch x", "A=1 ./train.py --x"),
-        *("ssh host 'cd x && python x.py'", "if true; then python x.py; fi", "(python x.py)", "true\npython x.py"),
-        *("ray --address x job submit -- x", "python -m torch.distributed.run x", "deepspeed --num_gpus 8 x.py"),
+        *("bash run.sh", "bash -lc 'python x.py'", "env A=1 python -m verl.trainer", "ray --address x job submit -- x"),
+        *("uv run python x.py", "srun -N 2 python x.py", "sbatch x", "A=1 ./train.py --x", "true\npython x.py"),
+        *("ssh host 'cd x && python x.py'", "if true; then python x.py; fi", "deepspeed --num_gpus 8 x.py"),
     ],
     False: [
-        *("true", "nvidia-smi", "git rev-parse HEAD", "which python3", "pkill -9 ray", "python", "ray start --head"),
+        *("nvidia-smi", "which python3", "pkill -9 ray", "python", "ray start --head", "git log -- train.py"),
         *("ray job list", "python --version", "python -m pip install python-x", "cat scripts/train.py", "echo python"),
-        *("python -m sglang.launch_server --port 1", "bash -c 'ulimit -c 0'", "git log -- train.py", "uv pip list"),
-        *("timeout 5 cat train.py", "[ -f train.py ]", "g++ -I/usr/include/python3.11 x.cpp", "python setup.py x"),
-        *("python -m torch.utils.collect_env", "python -m mismatch_plugin.launch train.py --use-tis"),
+        *("python -m sglang.launch_server --port 1", "bash -c 'ulimit -c 0'", "timeout 5 cat train.py"),
+        *("python setup.py x", "python -m mismatch_plugin.launch train.py --use-tis"),
         "raylet '--python_worker_command=/x/python /x/site-packages/ray/setup_worker.py /x/site-packages/w.py --a b'",
     ],
 }

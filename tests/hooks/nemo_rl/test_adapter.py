@@ -27,20 +27,15 @@ TOKEN_MASK = torch.tensor(
 )
 SAMPLE_MASK = torch.tensor([1, 1, 0, 1])
 MASK = TOKEN_MASK * SAMPLE_MASK.unsqueeze(1)
+REINFORCE = {"use_tis": True, "use_rollout_log_probs": True}
+CURRENT = {"criteria": ["sequence_mean:k3:0.04"], "veto_threshold": 0.5, "policy": "current"}
 BLOCKS: dict[str, dict[str, Any]] = {
-    "0": {"rs": {"criteria": ["sequence_mean:k3:0.04"]}},
+    "0 gspo, current": {"objective": "gspo", "rs": CURRENT},
     "1": {"use_rollout_log_probs": True, "rs": {"criteria": ["token:k2:0.1"]}},
     "2 sequence clip": {"use_tis": True, "tis": {"level": "sequence", "mode": "clip", "upper_bound": 1.2}},
-    "2 geometric mask": {"use_tis": True, "tis": {"level": "geometric", "mode": "mask", "upper_bound": 1.03}},
-    "2 cispo, distance": {"use_tis": True, "objective": "cispo", "terms": {"rollout_kl_coef": 0.2}},
-    "0 gspo, current": {
-        "objective": "gspo", "rs": {"criteria": ["sequence_mean:k3:0.04"], "veto_threshold": 0.5, "policy": "current"},
-    },
-    "3 token": {"use_tis": True, "use_rollout_log_probs": True, "tis": {"upper_bound": 1.1}},
-    "3 sequence": {
-        "use_tis": True, "use_rollout_log_probs": True, "tis": {"level": "sequence"}, "rs": {"veto_threshold": 0.7},
-    },
-}  # fmt: skip
+    "2 distance": {"use_tis": True, "terms": {"rollout_kl_coef": 0.2}},
+    "3 sequence": {**REINFORCE, "tis": {"level": "sequence"}, "rs": {"veto_threshold": 0.7}},
+}
 
 
 def build(block: dict[str, Any] | None = None, **host: Any) -> MismatchLoss:
@@ -99,54 +94,40 @@ def test_the_kl_penalty_has_its_gradient(on_policy: bool) -> None:
     assert float(value) == pytest.approx(float((0.3 / 31.0 * ratio * (torch.expm1(-d) + d) * mask).sum()), rel=1e-6)
 
 
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
 @pytest.mark.parametrize("policy", ["neutral", "drop-token", "drop-sequence"])
-def test_a_token_without_a_log_prob_is_out_of_the_penalty_too(value: float, policy: str) -> None:
-    block = {"use_rollout_log_probs": True, "use_tis": True, "tis": {"level": "sequence"}}
-    loss = build({**block, "rollout_log_prob_policy": policy}, reference_policy_kl_penalty=0.1)
+def test_a_token_without_a_log_prob_is_out_of_the_penalty_too(policy: str) -> None:
+    block = {**BLOCKS["3 sequence"], "rollout_log_prob_policy": policy}
     log_probs, data = batch()
     row, column = MASK[:, 1:].nonzero()[0].tolist()
-    log_probs[row, column] = value
-    found, gradient, _ = call(loss, log_probs, data, 31.0, 7.0)
-    assert found.isfinite() and gradient.isfinite().all() and gradient[row, column] == 0
+    for value in (math.nan, -math.inf):
+        log_probs[row, column] = value
+        found, gradient, _ = call(build(block, reference_policy_kl_penalty=0.1), log_probs, data, 31.0, 7.0)
+        assert found.isfinite() and gradient.isfinite().all() and gradient[row, column] == 0
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("token_level", [True, False])
-def test_equals_policy_loss_whole_and_row_by_row(name: str, token_level: bool) -> None:
-    """Rows one by one, as NeMo-RL's sequence packing makes them, add up: loss, gradient and metrics. Pickled before, as
-    the loss travels to the workers."""
-    loss = pickle.loads(pickle.dumps(build(BLOCKS[name], **NO_KL, token_level_loss=token_level, ratio_clip_max=0.28)))
+def test_loss_and_metrics_of_single_rows_add_up_to_policy_loss(name: str) -> None:
+    """As NeMo-RL's sequence packing makes them. Pickled before, as the loss travels to the workers. test_contract has
+    the token-level loss and the gradients."""
+    loss = pickle.loads(pickle.dumps(build(BLOCKS[name], **NO_KL, token_level_loss=False, ratio_clip_max=0.28)))
     log_probs, data = batch()
     toks, seqs = float(MASK.sum()), float(SAMPLE_MASK.sum())
-    value, gradient, metrics = call(loss, log_probs, data, toks, seqs)
-
-    rows = log_probs.clone().requires_grad_()
-    result = mp.policy_loss(rows.flatten(), packed_of(data), loss.config)
-    expected = (result.loss_sum + sum(result.terms.values())) / (toks if token_level else seqs)
-    expected.backward()
-    assert rows.grad is not None and rows.grad.abs().sum() > 0
-    torch.testing.assert_close(value, expected.detach(), rtol=1e-7, atol=1e-12)
-    torch.testing.assert_close(gradient, rows.grad, rtol=1e-7, atol=1e-12)
+    value, _, metrics = call(loss, log_probs, data, toks, seqs)
+    result = mp.policy_loss(log_probs.flatten(), packed_of(data), loss.config)
+    expected = (result.loss_sum + sum(result.terms.values())) / seqs
+    torch.testing.assert_close(value, expected, rtol=1e-7, atol=1e-12)
     assert metrics["loss"] == float(value) and metrics["num_valid_samples"] == 3.0
     if loss.config.rs.policy != "current":
         train = log_probs if loss.config.use_rollout_log_probs else data["prev_logprobs"][:, 1:]
         gap = (train - data["generation_logprobs"][:, 1:])[MASK[:, 1:] > 0]
         assert metrics["gen_kl_error"] == pytest.approx(float((gap.exp() - 1 - gap).sum()) / toks, rel=1e-6)
         assert metrics["token_mult_prob_error"] == pytest.approx(float(gap.abs().exp().sum()) / toks, rel=1e-6)
-    if loss.config.rejects:
-        assert 0 < result.correction.keep.sum() < MASK.sum()
-
-    parts = [
-        call(loss, log_probs[i : i + 1], {key: value[i : i + 1] for key, value in data.items()}, toks, seqs)
-        for i in range(4)
-    ]
-    torch.testing.assert_close(sum(part[0] for part in parts), value, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(torch.cat([part[1] for part in parts]), gradient, rtol=1e-9, atol=1e-12)
+    rows = [{key: value[i : i + 1] for key, value in data.items()} for i in range(4)]
+    parts = [call(loss, log_probs[i : i + 1], row, toks, seqs)[2] for i, row in enumerate(rows)]
     for key, value in metrics.items():
-        assert sum(part[2].get(key, 0.0) for part in parts) == pytest.approx(value, rel=1e-9, abs=1e-9), key
+        assert sum(part.get(key, 0.0) for part in parts) == pytest.approx(value, rel=1e-9, abs=1e-9), key
     theirs = result.statistics.metrics()
-    compared = [key for key in metrics if key in theirs]
+    compared = metrics.keys() & theirs.keys()
     assert len(compared) >= 15
     for key in compared:
         assert metrics[key] == pytest.approx(theirs[key], rel=1e-9, abs=1e-12), key
@@ -155,7 +136,7 @@ def test_equals_policy_loss_whole_and_row_by_row(name: str, token_level: bool) -
 def test_old_log_probs_are_read_only_where_they_are_needed() -> None:
     log_probs, data = batch()
     without = {key: value for key, value in data.items() if key != "prev_logprobs"}
-    for name in ("1", "3 token"):
+    for name in ("1", "3 sequence"):
         loss = build(BLOCKS[name], **NO_KL)
         torch.testing.assert_close(call(loss, log_probs, without, 9, 3)[:2], call(loss, log_probs, data, 9, 3)[:2])
     with pytest.raises(ValueError, match="prev_logprobs is missing"):
@@ -173,8 +154,7 @@ def test_what_stops_a_micro_batch() -> None:
     metrics = call(build({}, **NO_KL), log_probs, data, float(MASK.sum()), 3)[2]
     k3_kl = metrics["rollout_corr/k3_kl"]
     off = call(build({"metrics": "off"}, **NO_KL), log_probs, data, 9, 3)[2]
-    assert [name for name in metrics if name not in off] == [name for name in metrics if "rollout_corr/" in name]
-    assert set(contract.READ_METRICS) <= off.keys()
+    assert set(contract.READ_METRICS) <= off.keys() and not any("rollout_corr/" in name for name in off)
     with pytest.raises(mp.GateError, match="--mismatch-gate-kl"):
         call(build({"gate_kl": 0.99 * k3_kl}, **NO_KL), log_probs, data, 9, 3)
     call(build({"gate_kl": 1.01 * k3_kl}, **NO_KL), log_probs, data, 9, 3)
@@ -182,7 +162,7 @@ def test_what_stops_a_micro_batch() -> None:
         call(build({}, **NO_KL), log_probs[:, 1:], data, 9, 3)
     data["generation_logprobs"][1, 4] = torch.nan
     with pytest.raises(mp.InvalidLogProbError, match="sequence 1, position 3"):
-        call(build(BLOCKS["3 token"], **NO_KL), log_probs, data, 9, 3)
+        call(build(BLOCKS["3 sequence"], **NO_KL), log_probs, data, 9, 3)
 
 
 def test_settings_by_hand() -> None:
@@ -203,13 +183,10 @@ def test_settings_by_hand() -> None:
 def test_setup_returns_our_loss_in_the_place_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     own = SimpleNamespace(input_type="logprob", loss_type="token_level", use_fused_linear_logprobs=True)
 
-    def setup(master_config: Any, tokenizer: str) -> tuple[Any, ...]:
-        return "policy", own, tokenizer, master_config
-
-    wrapped = with_mismatch_loss(with_mismatch_loss(setup))
+    wrapped = with_mismatch_loss(with_mismatch_loss(lambda master_config, tokenizer: ("policy", own, tokenizer)))
     config = {"loss_fn": {"mismatch": BLOCKS["1"]}}
-    policy, loss, tokenizer, returned = wrapped(config, tokenizer="tokenizer")
-    assert (policy, tokenizer, returned) == ("policy", "tokenizer", config)
+    policy, loss, tokenizer = wrapped(config, tokenizer="tokenizer")
+    assert (policy, tokenizer) == ("policy", "tokenizer")
     assert isinstance(loss, MismatchLoss) and loss.use_fused_linear_logprobs
     printed = capsys.readouterr().out
     assert "algorithm 1: bypass PPO" in printed and "host: nemo-rl " in printed
@@ -222,7 +199,7 @@ def test_a_report_folder_gets_each_step_that_the_logger_gets(tmp_path: Path) -> 
     own = SimpleNamespace(input_type="logprob", loss_type="token_level")
     logged: list[tuple[Any, ...]] = []
     logger = SimpleNamespace(log_metrics=lambda metrics, step, prefix="", **rest: logged.append((step, prefix, rest)))
-    config = {"loss_fn": {"mismatch": {**BLOCKS["3 token"], "report_dir": str(tmp_path)}}}
+    config = {"loss_fn": {"mismatch": {**BLOCKS["3 sequence"], "report_dir": str(tmp_path)}}}
     made = with_mismatch_loss(lambda master_config: ("policy", own, logger))(config)
     losses = call(made[1], *batch(), float(MASK.sum()), 3)[2]
     for step in (1, 2):
@@ -235,8 +212,6 @@ def test_a_report_folder_gets_each_step_that_the_logger_gets(tmp_path: Path) -> 
     other = {"loss_fn": {"mismatch": {**BLOCKS["1"], "report_dir": str(tmp_path)}}}
     with pytest.raises(ValueError, match="give this run another folder"):  # before the cluster starts
         with_mismatch_loss(lambda master_config: pytest.fail("setup ran"))(other)
-    with pytest.raises(ValueError, match="with 0 items that may be its logger"):
-        with_mismatch_loss(lambda master_config: ("policy", own))(config)
 
 
 # NeMo-RL's own loss, from a checkout ----------------------------------------------------------------------------------
@@ -250,6 +225,7 @@ def _corrected(kind: str, low: float, high: float) -> dict[str, Any]:
 
 
 _GSPO = {"sequence_level_importance_ratios": True, "ratio_clip_min": 0.02, "ratio_clip_max": 0.03}
+_KL = {"reference_policy_kl_penalty": 0.3}
 _CISPO = {"use_cispo": True, "ratio_clip_min": 0.3, "ratio_clip_max": 0.2}
 OWN_LOSSES: dict[str, dict[str, Any]] = {
     "ppo": {"ratio_clip_max": 0.28},
@@ -261,16 +237,12 @@ OWN_LOSSES: dict[str, dict[str, Any]] = {
     "seq-mask-tis": _corrected("seq-mask-tis", 0.95, 1.05),
     "reinforce, correction": {**_CORRECTED, "disable_ppo_ratio": True},
     "reinforce, on policy": {**_CORRECTED, "disable_ppo_ratio": True, "force_on_policy_ratio": True},
-    "kl k1": {"reference_policy_kl_penalty": 0.3, "reference_policy_kl_type": "k1"},
-    "kl k2": {"reference_policy_kl_penalty": 0.3, "reference_policy_kl_type": "k2"},
-    "kl clamped": {
-        "reference_policy_kl_penalty": 0.3, "kl_input_clamp_value": 0.3, "kl_output_clamp_value": 0.03,
-    },
-    "kl input clamped": {
-        "reference_policy_kl_penalty": 0.3, "kl_input_clamp_value": 0.2, "kl_output_clamp_value": None,
-    },
-    "kl from the rollout": {"reference_policy_kl_penalty": 0.3, "use_on_policy_kl_approximation": True},
-    "kl in the reward": {"reference_policy_kl_penalty": 0.3, "use_kl_in_reward": True},
+    "kl k1": {**_KL, "reference_policy_kl_type": "k1"},
+    "kl k2": {**_KL, "reference_policy_kl_type": "k2"},
+    "kl clamped": {**_KL, "kl_input_clamp_value": 0.3, "kl_output_clamp_value": 0.03},
+    "kl input clamped": {**_KL, "kl_input_clamp_value": 0.2, "kl_output_clamp_value": None},
+    "kl from the rollout": {**_KL, "use_on_policy_kl_approximation": True},
+    "kl in the reward": {**_KL, "use_kl_in_reward": True},
     "cispo": _CISPO,  # NeMo-RL has it with the token-level loss only, and GSPO with the other
     "cispo, correction": {**_CISPO, **_CORRECTED},
     "gspo": _GSPO,
@@ -278,7 +250,7 @@ OWN_LOSSES: dict[str, dict[str, Any]] = {
     "gspo, correction": {**_GSPO, **_CORRECTED},
     "gspo, tis": {**_GSPO, **_corrected("tis", 0.8, 1.2)},
     "gspo, icepop": {**_GSPO, **_corrected("icepop", 0.6, 1.6)},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OWN_LOSSES)

@@ -48,19 +48,15 @@ def train_data(far: tuple[int, ...] = FAR) -> dict[str, torch.Tensor]:
     previous = generation.clone()
     previous[list(far)] -= 0.5
     mask = torch.tensor([[0, 1, 1, 0]]).expand(6, 4)
-    return {
-        "token_mask": mask, "sample_mask": torch.ones(6), "prev_logprobs": previous, "generation_logprobs": generation,
-    }  # fmt: skip
+    data = {"token_mask": mask, "sample_mask": torch.ones(6)}
+    return {**data, "prev_logprobs": previous, "generation_logprobs": generation}
 
 
-def master(block: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"loss_fn": {"reference_policy_kl_penalty": 0.0, "mismatch": block}, **more}
-
-
-def start(block: dict[str, Any], **more: Any) -> None:
+def start(block: dict[str, Any]) -> None:
     """What the script does first."""
     made = ("policy", SimpleNamespace(input_type="logprob", loss_type="token_level"))
-    with_mismatch_loss(lambda master_config: made)(master(block, **more))
+    config = {"loss_fn": {"reference_policy_kl_penalty": 0.0, "mismatch": block}}
+    with_mismatch_loss(lambda master_config: made)(config)
 
 
 def advantages(grpo: Any, data: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -159,16 +159,6 @@ def test_a_workers_steps_are_those_of_policy_loss(
         made.optim_step()
 
 
-def test_without_log_probs_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = host()
-    register(cfg, mp.MismatchConfig(**SEQUENCE))
-    made = worker(cfg, monkeypatch)
-    batch = TrainingInputBatch({**mini_batch(made.model, 0), "rollout_logprobs": None})
-    batch.metadata = {"response_length": WIDTH}
-    with pytest.raises(ValueError, match=r"set generator.sampling_params.logprobs=1"):
-        made.forward_backward(batch)
-
-
 def test_the_loss_reaches_the_workers_of_ray() -> None:
     """By SkyRL's registry actor, to a process that has registered nothing."""
     ray = import_module("ray")

@@ -11,15 +11,8 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 
 ROWS, WIDTH = 5, 9
 # Response tokens of each row, with a tool's output in the middle of the second and fourth.
-MASK = torch.tensor(
-    [
-        [1, 1, 1, 1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 1, 1, 1, 0, 0],
-        [1, 1, 1, 1, 1, 1, 1, 1, 1],
-        [1, 0, 0, 1, 1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0, 0, 0, 0],
-    ]
-)
+RESPONSES = ("111100000", "110011100", "111111111", "100110000", "110000000")
+MASK = torch.tensor([[int(token) for token in response] for response in RESPONSES])
 
 
 def batch(seed: int, spread: float = 0.3) -> dict[str, torch.Tensor]:
@@ -40,16 +33,10 @@ def batch(seed: int, spread: float = 0.3) -> dict[str, torch.Tensor]:
     }
 
 
-def actor(correction: Any = None, loss_mode: str = "vanilla", **settings: Any) -> ActorConfig:
+def actor(correction: Any, **settings: Any) -> ActorConfig:
     """verl's actor configuration as its workers hold it."""
-    loss = {} if correction is None else {"rollout_correction": correction}
-    return ActorConfig(
-        strategy="fsdp",
-        rollout_n=1,
-        ppo_micro_batch_size_per_gpu=1,
-        policy_loss=PolicyLossConfig(loss_mode=loss_mode, **loss),
-        **settings,
-    )
+    loss = PolicyLossConfig(loss_mode="vanilla", rollout_correction=correction)
+    return ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, policy_loss=loss, **settings)
 
 
 def correction(**settings: Any) -> dict[str, Any]:

@@ -60,11 +60,9 @@ def step(
     return found, metrics
 
 
-def rewards_of(scores: list[float], width: int) -> torch.Tensor:
+def rewards_of(scores: list[float]) -> torch.Tensor:
     """Each response's reward at its last place."""
-    rewards = torch.zeros(len(scores), width)
-    rewards[:, -1] = torch.tensor(scores)
-    return rewards
+    return torch.nn.functional.pad(torch.tensor(scores)[:, None], (MASK.shape[1] - 1, 0))
 
 
 UIDS = ["a", "b", "a", "a", "b"]
@@ -78,14 +76,11 @@ def test_advantages_are_those_of_the_accepted_alone(scaled: bool, denominator: s
     rejected = 0
     for seed in range(6):
         data, scores = batch(seed, spread=0.4), torch.rand(ROWS, generator=torch.Generator().manual_seed(seed)).tolist()
-        rewards = rewards_of(scores, 9)
+        rewards = rewards_of(scores)
         block = {"rs": {"group": "exclude"}, "denominator": denominator}
         mine, metrics = step(data, rewards, UIDS, correction(**REJECTING, mismatch=block), scaled)
-        packed = mp.PackedSequences.from_padded(
-            old_log_probs=data["old_log_probs"],
-            rollout_log_probs=data["rollout_log_probs"],
-            loss_masks=data["response_mask"],
-        )
+        columns: dict[str, Any] = {name: data[name] for name in ("old_log_probs", "rollout_log_probs")}
+        packed = mp.PackedSequences.from_padded(loss_masks=data["response_mask"], **columns)
         config = mp.preset("disabled").replace(rs={"criteria": ["sequence_mean:k3:0.05"]})
         kept = [i for i, count in enumerate(mp.correct(packed, config).kept_N) if count > 0]
         alone = core_algos.compute_grpo_outcome_advantage(
@@ -105,7 +100,7 @@ def test_advantages_are_those_of_the_accepted_alone(scaled: bool, denominator: s
 
 def test_all_accepted_and_batches_that_are_not_marked_are_verls_own(trainer: ModuleType) -> None:
     """Also after ours is in place: a run's validation, or another trainer in the process."""
-    data, rewards = batch(0), rewards_of([1.0, 0.0, 0.5, 0.25, 1.0], 9)
+    data, rewards = batch(0), rewards_of([1.0, 0.0, 0.5, 0.25, 1.0])
     wide = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 100.0}
     own, _ = step(data, rewards, UIDS, correction(**wide), True)
     mine, metrics = step(data, rewards, UIDS, correction(**wide, mismatch={"rs": {"group": "exclude"}}), True)
@@ -123,7 +118,7 @@ def test_all_accepted_and_batches_that_are_not_marked_are_verls_own(trainer: Mod
 @pytest.mark.filterwarnings("ignore")
 def test_dumps_that_verl_writes_are_read(tmp_path: Path) -> None:
     made = batch(0)
-    tail = torch.tensor([[1] * int(row.nonzero()[-1] + 1) + [0] * int(8 - row.nonzero()[-1]) for row in MASK])
+    tail = (MASK.flip(1).cumsum(1) > 0).flip(1).long()  # up to the last token that trains
     prompts = torch.tensor([[0, 5, 6]] * ROWS)
     tensors = {
         "prompts": prompts,
@@ -132,20 +127,13 @@ def test_dumps_that_verl_writes_are_read(tmp_path: Path) -> None:
         **{name: made[name] for name in ("rollout_log_probs", "old_log_probs", "advantages", "response_mask")},
     }
     data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(UIDS, dtype=object)})
-    columns = dict(data.batch.items())
-    torch.save(columns, tmp_path / "tensors.pt")
-    torch.save({**columns, "uid": data.non_tensor_batch["uid"]}, tmp_path / "groups.pt")
-    for name, uids in (("tensors", [None] * ROWS), ("groups", UIDS)):
-        dump = read(tmp_path / f"{name}.pt")
-        assert dump.format == "verl" and dump.has_training
-        assert [sample.group for sample in dump.samples] == uids
-        for at, sample in enumerate(dump.samples):
-            length = int(tail[at].sum())
-            assert sample.rollout_log_probs.tolist() == made["rollout_log_probs"][at, :length].tolist()
-            assert sample.loss_mask.tolist() == MASK[at, :length].bool().tolist()
+    torch.save({**dict(data.batch.items()), "uid": data.non_tensor_batch["uid"]}, tmp_path / "groups.pt")
+    dump = read(tmp_path / "groups.pt")
+    assert dump.format == "verl" and dump.has_training and [sample.group for sample in dump.samples] == UIDS
+    for at, sample in enumerate(dump.samples):
+        length = int(tail[at].sum())
+        assert sample.rollout_log_probs.tolist() == made["rollout_log_probs"][at, :length].tolist()
+        assert sample.loss_mask.tolist() == MASK[at, :length].bool().tolist()
     torch.save(data, tmp_path / "proto.pt")
     with pytest.raises(ValueError, match=r"code, not data.*dict\(data.batch.items\(\)\)"):
         read(tmp_path / "proto.pt")
-    data.save_to_disk(tmp_path / "proto.pkl")
-    with pytest.raises(ValueError, match="is a pickle, which may run code"):
-        read(tmp_path / "proto.pkl")

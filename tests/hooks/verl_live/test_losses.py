@@ -37,16 +37,12 @@ CASES: dict[str, dict[str, Any]] = {
     "token truncate": by("token", 1.2),
     "sequence truncate": by("sequence", 1.3),
     "token normalised": by("token", 1.2, **NORMALISED),
-    "sequence normalised": by("sequence", 1.3, **NORMALISED),
     "token IcePop": by("token", "0.8_1.3"),
     "sequence IcePop": by("sequence", "0.6_1.5"),
     "token k1": without("token_k1", "0.7_1.6"),
     "token k2": without("token_k2", 0.05),
-    "token k3": without("token_k3", 0.05),
     "sequence sum k1": without("seq_sum_k1", "0.6_1.4"),
-    "sequence sum k3": without("seq_sum_k3", 0.3),
     "sequence mean k1": without("seq_mean_k1", "0.95_1.1"),
-    "sequence mean k2": without("seq_mean_k2", 0.06),
     "sequence max k2": without("seq_max_k2", 0.2),
     "two criteria": without("token_k2,seq_mean_k3", "0.1,0.08"),
     "token truncate and mean k3": {**by("token", 1.2), **without("seq_mean_k3", 0.06)},
@@ -71,8 +67,7 @@ def test_bypass_equals_verl(case: str, kind: dict[str, Any], sizes: dict[str, An
         arguments |= {"config": config, "rollout_is_weights": None}
         theirs = loss_and_gradient(get_policy_loss_fn("bypass_mode"), data, **arguments)
         mine = loss_and_gradient(get_policy_loss_fn("mismatch"), data, **arguments)
-        if not ("IcePop" in case and "normalised" in case):
-            same(mine, theirs)
+        same(mine, theirs)
         assert mine[1].abs().sum() > 0
         for name in {"actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower"} & theirs[2].keys():
             assert mine[2][name] == pytest.approx(theirs[2][name], rel=1e-5, abs=1e-6), name
@@ -100,12 +95,8 @@ def test_objectives_in_the_block_equal_verl_s_loss_modes(mode: str, way: str, ag
     if mode == "sapo":
         aggregation, clips = "seq-mean-token-mean", {"tau_pos": 0.7, "tau_neg": 1.4}
     if mode in DPPO:
-        ours = {
-            "tis": {"level": "token", "upper_bound": 1.2},
-            "denominator": "original",
-            "rs": {"criteria": [DPPO[mode]]},
-        }
-        settings = {"bypass_mode": True, **REINFORCE}
+        ours = {"tis": {"level": "token", "upper_bound": 1.2}, "rs": {"criteria": [DPPO[mode]]}}
+        ours, settings = {**ours, "denominator": "original"}, {"bypass_mode": True, **REINFORCE}
         clips = {"clip_ratio": 0.05, "clip_ratio_low": 0.05, "clip_ratio_high": 0.05, "clip_ratio_c": 1.2}
     config, clipped = actor(correction(mismatch=ours, **settings), **clips), 0.0
     for seed in SEEDS:
@@ -163,31 +154,18 @@ def test_weights_and_mask_equal_verls_and_so_does_the_loss_after_them(case: str)
         assert their_metrics["rollout_corr/ppl_ratio"] > ratio  # Jensen
         data["response_mask"] = theirs.batch["response_mask"]
         given: dict[str, Any] = {"old_log_prob": data["old_log_probs"], "loss_agg_mode": "token-mean"}
-        same(
-            loss_and_gradient(
-                get_policy_loss_fn("mismatch"),
-                data,
-                config=actor({**settings, "mismatch": {"dry_run": False}}),
-                rollout_is_weights=weights,
-                **given,
-            ),
-            loss_and_gradient(
-                get_policy_loss_fn("vanilla"), data, config=actor(settings), rollout_is_weights=expected, **given
-            ),
-        )
+        mismatch, vanilla = (get_policy_loss_fn(name) for name in ("mismatch", "vanilla"))
+        ours = actor({**settings, "mismatch": {"dry_run": False}})
+        my_loss = loss_and_gradient(mismatch, data, config=ours, rollout_is_weights=weights, **given)
+        same(my_loss, loss_and_gradient(vanilla, data, config=actor(settings), rollout_is_weights=expected, **given))
 
 
 def test_a_step_that_verl_logs_is_a_line_of_the_report_folder(tmp_path: Path) -> None:
-    """verl's own Tracking, with the configuration as its trainers hand it over. Without our block all is verl's own."""
-    _, own = driver(batch(0), correction(rollout_is="token"))
-    assert "rollout_corr/accepted_token_fraction" not in own
+    """verl's own Tracking, with the configuration as its trainers hand it over."""
     settings = correction(rollout_is="token", mismatch={"metrics": "full", "report_dir": str(tmp_path)})
-    tree = {
-        "algorithm": {"rollout_correction": settings},
-        "actor_rollout_ref": {"actor": {"policy_loss": {}}, "rollout": {"calculate_log_probs": True}},
-    }
+    host = {"actor": {"policy_loss": {}}, "rollout": {"calculate_log_probs": True}}
+    tree = {"algorithm": {"rollout_correction": settings}, "actor_rollout_ref": host}
     tracking = Tracking("project", "run", default_backend=["console"], config=tree)
-    tracking.log(data={"val/reward": 1.0}, step=0)
     _, metrics = driver(batch(0), settings)
     tracking.log(data={**metrics, "critic/rewards/mean": 0.5}, step=7)
     (step,) = read_steps(tmp_path)
