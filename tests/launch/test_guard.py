@@ -27,9 +27,12 @@ def test_a_run_in_which_our_flags_would_not_arrive_exits_2_with_one_sentence(tmp
     for source, host, started, said in (
         (thread, "", False, "train.py has not read slime's command line and starts another program ("),
         (child, "--mismatch-host slime", True, "train.py has ended and never read slime's command line"),
+        ("os._exit(0)", "", False, "train.py has ended and never read slime's command line"),
+        ("os.execv('/bin/true', ['true'])", "--mismatch-host slime", False, "train.py has not read slime's command"),
     ):
         start = f"import os, subprocess, sys, threading\nimport slime\nos.chdir({str(tmp_path)!r})"
         script.write_text(f"{start}\n{source}\n")
+        (tmp_path / "started").unlink(missing_ok=True)
         done = launch(script, f"--use-tis {host}")
         assert (done.status, (tmp_path / "started").exists()) == (2, started), done.errors
         (sentence,) = done.errors.splitlines()

@@ -95,7 +95,7 @@ PLANTS = {
     "other configuration": "tis.upper_bound",
     "no rollout log-probs": "the rollout batch has no rollout_log_probs",
     "no old log-probs": "old_log_probs",
-    "more samples": "sequences in micro-batch 0",
+    "more samples": "different numbers of sequences",
     "more micro-batches": "numbers of micro-batches",
     "more steps": "optimizer_steps",
     "a mask too short": "the mask must cover the whole response",
