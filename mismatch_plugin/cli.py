@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -108,7 +109,8 @@ def presets(
         table = presets_table() if name is None else preset_table(name)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="NAME") from error
-    show(table if markdown or name else table.only(PRESET_NAMES, "#", "when to use it"), markdown)
+    short = replace(table.only(PRESET_NAMES, "#", "when to use it"), notes=()) if name is None else table
+    show(table if markdown else short, markdown)
 
 
 app.command()(compare)

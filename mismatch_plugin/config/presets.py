@@ -142,7 +142,13 @@ def _second_moment(given: Parameters) -> Settings:
 
 _TOKEN, _SEQUENCE, _PREFIX = (partial(_weights, level) for level in ("token", "sequence", "prefix"))
 _RATIO, _GEO = partial(_reject, "sequence_sum", "ratio"), partial(_reject, "sequence_mean", "ratio")
-_K3 = partial(_reject, "sequence_mean", "k3")
+
+
+def _k3(given: Parameters) -> Settings:
+    """Without a "lower_upper" string: k3 has an upper bound alone."""
+    return _reject("sequence_mean", "k3", {**given, "rs_threshold": number(given["rs_threshold"], "rs_threshold")})
+
+
 _UNWEIGHTED: Settings = {"tis": {"level": "none"}}
 _ORIGINAL: Settings = {"denominator": "original"}
 _EACH_RESPONSE: Settings = {"aggregation": "seq-mean-token-mean"}
@@ -215,13 +221,13 @@ PRESETS = (
     Preset("decoupled_geo_rs_seq_tis geo_rs_seq_tis", 2, (_SEQUENCE, _GEO), _IS | _RS_GEO,
         "decoupled PPO, truncated sequence weights, rejection by geometric mean",
         "as decoupled_seq_is, with a filter that does not depend on length"),
-    Preset("decoupled_k3_rs k3_rs", 0, (_K3,), _RS_K3,
+    Preset("decoupled_k3_rs k3_rs", 0, (_k3,), _RS_K3,
         "PPO without weights, rejection by the mean k3 divergence",
         "as decoupled_geo_rs, where drifts of both signs must not cancel"),
-    Preset("decoupled_k3_rs_token_tis k3_rs_token_tis", 2, (_TOKEN, _K3), _IS | _RS_K3,
+    Preset("decoupled_k3_rs_token_tis k3_rs_token_tis", 2, (_TOKEN, _k3), _IS | _RS_K3,
         "decoupled PPO, truncated token weights, rejection by the mean k3 divergence",
         "long responses with outliers of either sign, KL below the bound"),
-    Preset("decoupled_k3_rs_seq_tis k3_rs_seq_tis", 2, (_SEQUENCE, _K3), _IS | _RS_K3,
+    Preset("decoupled_k3_rs_seq_tis k3_rs_seq_tis", 2, (_SEQUENCE, _k3), _IS | _RS_K3,
         "decoupled PPO, truncated sequence weights, rejection by the mean k3 divergence",
         "as decoupled_seq_is, with outliers of either sign rejected"),
     Preset("bypass_ppo_clip", 1, (), {},
@@ -230,7 +236,7 @@ PRESETS = (
     Preset("bypass_ppo_clip_geo_rs", 1, (_GEO,), _RS_GEO,
         "PPO clipped against the rollout policy, rejection by geometric mean",
         "small mismatch with some sequences that drift"),
-    Preset("bypass_ppo_clip_k3_rs", 1, (_K3,), _RS_K3,
+    Preset("bypass_ppo_clip_k3_rs", 1, (_k3,), _RS_K3,
         "PPO clipped against the rollout policy, rejection by the mean k3 divergence",
         "small mismatch with outliers of either sign"),
     Preset("bypass_pg_token_icepop", 3, (_TOKEN,), _TWO_BOUNDS,

@@ -90,11 +90,18 @@ class PackedSequences:
                 raise ValueError(f"{name} has dtype torch.bool: pass log-probs, such as float32 (is it a mask?).")
             if value is not None and name in _TOKEN_FIELDS and value.dtype in HALF:
                 object.__setattr__(self, name, value.float())
-        if not isinstance(self.trainer_version, (int, type(None))):
-            raise ValueError(
-                f"trainer_version is {self.trainer_version!r}: pass the number of the weights that train, an int on "
-                f"the host, counted as weight_versions are."
-            )
+        version = self.trainer_version
+        if version is not None:
+            if (
+                isinstance(version, bool)
+                or not hasattr(version, "__index__")
+                or not 0 <= operator.index(version) < 2**62
+            ):
+                raise ValueError(
+                    f"trainer_version is {version!r}: pass the number of the weights that train, an int on the host, "
+                    f"counted as weight_versions are."
+                )
+            object.__setattr__(self, "trainer_version", operator.index(version))
         if not self.sequence_ids:
             object.__setattr__(self, "sequence_ids", tuple(range(len(self.lengths))))
         for name in ("sequence_ids", "unit_counts", "chunk_lengths"):
@@ -233,7 +240,7 @@ class PackedSequences:
         width = max(self.lengths, default=0) if self.padded_width is None else self.padded_width
         places = self._places(width) if self.padded_width is None else self.padded_index
         if places is None:
-            return values_T.reshape(len(self.lengths), width, *values_T.shape[1:])
+            return values_T.reshape(len(self.lengths), width, *values_T.shape[1:]).clone()
         flat = values_T.new_full((len(self.lengths) * width, *values_T.shape[1:]), padding)
         return flat.index_copy_(0, places, values_T).view(len(self.lengths), width, *values_T.shape[1:])
 

@@ -73,7 +73,7 @@ def inspect(
         str | None, typer.Option(help="Which run, where metrics of runs hold several: part of its name.")
     ] = None,
 ) -> None:
-    """From a dump or a run's metrics to the cause, the setting and the flags.
+    """From a dump to the cause, the setting and the flags; from a run's metrics to size and trend.
 
     How large is the mismatch, is that normal, where does it come from, which
     setting fits, what would it cost, and which flags to paste.

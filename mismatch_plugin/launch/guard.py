@@ -27,10 +27,12 @@ _EVENTS: dict[str, Callable[[Sequence[Any]], Sequence[Any]]] = {
 _LAUNCHER = "mismatch_plugin.launch"  # a script may start itself anew through it
 _HARMLESS = re.compile(r"\S*((site|dist)-packages/|setup\.py)\S*")  # what Ray, torch and pip start of their own
 _TRAINER = re.compile(
+    r"(?! *(p?kill|pgrep|echo|printf|e?grep|git|ps|rsync|ls|cp|mv|cat|find|tail) )(?:"
     r"^ *(\S*sh -\w*c +)?(\w+=\S* +)*\S+\.(py|sh) "  # ./train.py
     r"|[ /](python[\d.]*|bash|sh|torchrun|accelerate|deepspeed|srun) (?!-\w*c )(.* )?\S+\.(py|sh) "
     r"|[ /]python[\d.]* (.* )?-m *(torch\.distributed|slime|miles|megatron|verl|nemo_rl)\b"
     r"|[ /](sbatch|ray (.* )?job submit) "
+    r")"
 )
 
 

@@ -137,7 +137,7 @@ def checked_call(
             "needed."
         )
     check_rows(rows, tokens, distinct=name == "logits")  # gradients of hidden states are added
-    if not 0.0 < temperature < math.inf:
+    if not isinstance(temperature, (int, float)) or not 0.0 < temperature < math.inf:
         raise ValueError(f"temperature={temperature} must be positive and finite: pass 1.0 for greedy sampling.")
     tp_rank, tp_size = (0, 1) if tp_group is None else (tp_group.rank(), tp_group.size())
     vocab_size = width * tp_size if vocab_size is None else vocab_size
@@ -145,6 +145,8 @@ def checked_call(
         raise ValueError(
             f"vocab_size={vocab_size} is not within the {width * tp_size} columns there are: pass the unpadded size."
         )
+    if targets.is_floating_point() or targets.dtype == torch.bool:
+        raise ValueError(f"targets have dtype {targets.dtype}: pass token ids, such as int64.")
     if sampling_mask is not None:
         _check_mask(sampling_mask, len(targets))
     start = tp_rank * width

@@ -103,7 +103,7 @@ def write_step(folder: str | Path, config: MismatchConfig, metrics: Mapping[str,
         write_whole(folder / SETTINGS, _settings(config))
     path = folder.resolve() / METRICS
     if "step" not in metrics:
-        last = _LAST[path] if path in _LAST else _last_step(path)
+        last = _LAST[path] if path in _LAST and path.exists() else _last_step(path)
         metrics = {"step": last + 1, **metrics}
     try:
         line = to_json(metrics)

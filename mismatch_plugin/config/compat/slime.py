@@ -16,8 +16,6 @@ MIS_KEYS = (
     *("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"),
 )
 _SLIME_KEYS = ("use_tis", "use_rollout_logprobs", "use_rollout_log_probs", "tis_clip", "tis_clip_low", *MIS_KEYS)
-OPSM_DELTA = 1e-4
-"""slime's own default."""
 _OBJECTIVES = ("gspo", "cispo")
 """Of slime's advantage estimators those that choose an objective; the others are PPO's."""
 

@@ -5,7 +5,7 @@ Ids tell it where both sides have them. Else: is there another pairing under whi
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -267,6 +267,7 @@ def find_shift(batch: Batch) -> Outcome:
     some = slice(None, None, max(1, len(candidates) // MAX_SWAP_SAMPLES))
     together = _best_lag(candidates[some], minimum=MIN_POOLED)
     alone = [_best_lag([sample]) for sample in candidates]
+    usual = [lag for lag, _ in Counter(best[0] for best in alone if best).most_common(1)]
     lagged: list[tuple[Sample, int, Comparison]] = []
     for sample, best in zip(candidates, alone, strict=True):
         if best is not None:
@@ -275,6 +276,10 @@ def find_shift(batch: Batch) -> Outcome:
             followed = compare(distances(sample), moved(sample, together[0]))
             if followed.tokens < 2 or followed.other < followed.own:
                 lagged.append((sample, *together))
+        elif usual:  # or it follows the others if it fits far better
+            followed = compare(distances(sample), moved(sample, usual[0]))
+            if followed.clearly_better(FACTOR, 0.0, MIN_GAIN_NATS):
+                lagged.append((sample, usual[0], followed))
     if not lagged:
         return [], batch
     own, other, *_ = lagged[0][2]

@@ -103,6 +103,10 @@ def rollout_advantages(
             f"the rollout has {len(raw)} samples, not --rollout-batch-size {args.rollout_batch_size} groups of "
             f"--n-samples-per-prompt {size}, so that slime itself cannot tell groups apart: leave --rs-group out."
         )
+    if not data.get("log_probs"):
+        raise ValueError(
+            "slime skipped the pass for old log-probs, which --rs-group needs: add --get-mismatch-metrics."
+        )
     failure: ValueError | None = None
     compared = {"old_log_probs": data["log_probs"], "rollout_log_probs": data.get("rollout_log_probs")}
     kept_N = torch.zeros(len(places), device=data["loss_masks"][0].device)
