@@ -48,7 +48,8 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     if not path.exists():
         raise ValueError(f"configuration file {path} does not exist: check the path given.")
     try:
-        data = parse_yaml(read_text(path, MIB))
+        text = read_text(path, MIB)
+        data = parse_yaml(text.replace("\t", "  ") if path.suffix == ".json" else text)  # JSON may indent by tabs
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"configuration file {path} cannot be read as YAML or JSON: {error}.") from error
     if data is not None and not isinstance(data, dict):

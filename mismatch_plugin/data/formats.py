@@ -317,6 +317,8 @@ def _choices(source: Source) -> Iterator[Row]:
 def _tokens(place: str, choice: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     """(ids, log-probs) of a choice."""
     told, ids = choice["logprobs"], choice.get("token_ids")
+    if told is None:
+        raise ValueError(f"{place} holds no log-probs: ask for return_token_ids=true and logprobs.")
     if isinstance(told, list):  # RequestOutput: {id: {"logprob"}} a token
         return choice["token_ids"], [
             entry[str(token)]["logprob"] for entry, token in zip(told, ids or (), strict=False)

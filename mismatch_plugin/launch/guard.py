@@ -27,13 +27,12 @@ _EVENTS: dict[str, Callable[[Sequence[Any]], Sequence[Any]]] = {
 _LAUNCHER = "mismatch_plugin.launch"  # a script may start itself anew through it
 _HARMLESS = re.compile(r"\S*((site|dist)-packages/|setup\.py)\S*")  # what Ray, torch and pip start of their own
 _TRAINER = re.compile(
-    r"(?! *(p?kill|pgrep|echo|printf|e?grep|git|ps|rsync|ls|cp|mv|cat|find|tail) )(?:"
     r"^ *(\S*sh -\w*c +)?(\w+=\S* +)*\S+\.(py|sh) "  # ./train.py
     r"|[ /](python[\d.]*|bash|sh|torchrun|accelerate|deepspeed|srun) (?!-\w*c )(.* )?\S+\.(py|sh) "
     r"|[ /]python[\d.]* (.* )?-m *(torch\.distributed|slime|miles|megatron|verl|nemo_rl)\b"
     r"|[ /](sbatch|ray (.* )?job submit) "
-    r")"
 )
+_READER = re.compile(r" *(p?kill|pgrep|echo|printf|e?grep|git|ps|rsync|ls|cp|mv|cat|find|tail) ")
 
 
 class Guard:
@@ -111,4 +110,4 @@ def starts_trainer(words: Sequence[str]) -> bool:
     """
     text = re.sub("[\"']", "", " ".join(words).replace("\\\n", " "))
     lines = (f" {_HARMLESS.sub('', line)} " for line in re.split("[;&|()`\n]+", text))
-    return _LAUNCHER not in text and any(_TRAINER.search(line) for line in lines)
+    return _LAUNCHER not in text and any(_TRAINER.search(line) and not _READER.match(line) for line in lines)

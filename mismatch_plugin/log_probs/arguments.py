@@ -182,6 +182,8 @@ def check_rows(rows: Tensor | None, tokens: int, distinct: bool = True) -> None:
 
 def _check_mask(mask: RaggedSamplingMask, targets: int) -> None:
     """Reads host memory only."""
+    if not isinstance(mask, RaggedSamplingMask):
+        raise ValueError(f"sampling_mask is a {type(mask).__name__}: pass a RaggedSamplingMask of the kept ids.")
     ids, offsets = mask.token_ids, mask.offsets
     if offsets.device.type != "cpu":
         raise ValueError(

@@ -32,6 +32,8 @@ CLIP = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_
 """The actor's clip bounds, with the values of verl's YAML."""
 GATE = {"tau_pos": "tau_positive", "tau_neg": "tau_negative"}
 """The actor's temperatures of SAPO → ours."""
+UNREAD = {"loss_agg_mode": "token-mean", "loss_scale_factor": None, "entropy_coeff": 0, "use_kl_loss": False}
+"""The actor's terms and aggregation, with the values of verl's YAML."""
 SPELLED = {
     "use_tis": "rollout_is",
     "tis.level": "rollout_is",
@@ -130,6 +132,8 @@ def _flat(mapping: Mapping[str, Any]) -> dict[str, Any]:
         flat = {key: value for key, value in flat.items() if not isinstance(value, Mapping)}
     actor = get_path(mapping, "actor_rollout_ref.actor") or {}
     flat |= {key: actor[key] for key in (*CLIP, *GATE) if key in actor}
+    if unread := [key for key, usual in UNREAD.items() if actor.get(key, usual) not in (usual, None)]:
+        note(f"{', '.join(unread)} of the actor are not about the correction: set aggregation and terms yourself.")
     mode = get_path(actor or mapping, "policy_loss.loss_mode")
     flat |= present(loss_mode=mode) | dict(block or {})
     return {key: value for key, value in flat.items() if not str(key).startswith("_")}  # Hydra's _target_
