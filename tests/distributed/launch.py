@@ -98,7 +98,7 @@ def _collect(pipes: list[Any], number: int) -> tuple[list[list[Any]], dict[int, 
     while True:
         working = [rank for rank in range(len(pipes)) if rank not in errors and len(results[rank]) < number]
         waiting = {pipes[rank]: rank for rank in working}
-        ready = connection.wait(list(waiting), _GRACE_S if errors else None) if waiting else []
+        ready: list[Any] = connection.wait(list(waiting), _GRACE_S if errors else None) if waiting else []
         if not ready:
             break
         for pipe in ready:
