@@ -170,7 +170,7 @@ $(VENV)/.test: pyproject.toml $(wildcard ci/constraints*.txt) | $(VENV)/bin/pyth
 
 # Other libraries' Triton kernels, which the tests run in Triton's interpreter. They are read from a folder, not installed.
 $(VENV)/.peers: Makefile | $(VENV)/.test
-	$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/peers liger-kernel==0.8.5 transformer-engine==2.20.2
+	$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/peers transformer-engine==2.20.2
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.test

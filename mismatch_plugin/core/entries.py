@@ -43,7 +43,7 @@ def _entry(name: str, row: Any, length: int, label: object, integer: bool) -> Te
     """One sequence's values, [length]; NaN for None in a list."""
     try:
         if isinstance(row, (list, tuple)):
-            if name.endswith("log_probs") and any(value is True or value is False for value in row[:1]):
+            if name.endswith("log_probs") and row and isinstance(row[0], bool):
                 raise ValueError("it holds bools, is it a mask?")
             tensor = torch.as_tensor(np.array(row, dtype=np.float64))
             tensor = tensor if integer else tensor.to(torch.get_default_dtype())

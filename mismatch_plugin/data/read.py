@@ -213,10 +213,7 @@ def _partners(samples: Sequence[Sample], side: Sequence[Sample]) -> Sequence[int
     told = [at if "index" in one.model_fields_set else None for at, one in zip(told, side, strict=True)]
     keys: dict[str, tuple[list[Any], list[Any]]] = {
         "sample_id": ([one.sample_id for one in samples], [one.sample_id for one in side]),
-        "index": (
-            places,
-            [at if "index" in one.model_fields_set else None for at, one in zip(told, side, strict=True)],
-        ),
+        "index": (places, told),
     }
     complete = [key for key, (_, theirs) in keys.items() if None not in theirs]
     if not complete:

@@ -171,9 +171,8 @@ def _rejection(given: Mapping[str, Any], is_threshold: Any) -> dict[str, Any]:
         if threshold is not None or below is not None:
             note("rollout_rs_threshold changes nothing where rollout_rs is null: set rollout_rs, or leave it out.")
         return rejection
-    limits = (
-        [is_threshold] if threshold is None else threshold.split(",") if isinstance(threshold, str) else [threshold]
-    )
+    given_limit = is_threshold if threshold is None else threshold
+    limits = threshold.split(",") if isinstance(threshold, str) else [given_limit]
     if len(limits) not in (1, len(names)):
         raise ValueError(
             f"rollout_rs_threshold {threshold!r} has {len(limits)} thresholds for {len(names)} options of rollout_rs: "

@@ -406,10 +406,8 @@ def _stale(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set[Key]]
         workers = [*chain(*by.values())]
         if len(by) < 2 or len(workers) > len({*workers}):
             continue  # of a worker with several weights under this label nothing tells which are the label's
-        why, chosen = (
-            "Behind",
-            [by_worker for by_worker in by.values() if any(map(_behind, chain(*by_worker.values())))],
-        )
+        why = "Behind"
+        chosen = [by_worker for by_worker in by.values() if any(map(_behind, chain(*by_worker.values())))]
         if len(chosen) in (0, len(by)):
             why, chosen = "In the minority", minority(by)
         wrong = [piece for own in chosen or by.values() for piece in chain(*own.values())]

@@ -96,8 +96,9 @@ class RayAdapter(ABC):
             actor = import_module(f"{self.name}.backends.megatron_utils.actor")
             self.versions.watch(actor.MegatronTrainRayActor)
         self.updates.watch(args, config.verify_weights)
-        for line in self.describe(config, args) if getattr(args, "rank", 0) == 0 else ():
-            logger.info(line)
+        if getattr(args, "rank", 0) == 0:
+            for line in self.describe(config, args):
+                logger.info(line)
 
     def config(self, args: Namespace) -> MismatchConfig:
         """The checked settings, read once for these arguments, which are those of a policy loss."""

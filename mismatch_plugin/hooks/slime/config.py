@@ -327,11 +327,8 @@ def _validate_our_loss(args: Namespace, config: MismatchConfig, host: str) -> No
 
 def describe_settings(config: MismatchConfig, args: Namespace, host: Host) -> list[str]:
     """Lines of the start-up block: what will run, whose normaliser divides, which passes are skipped."""
-    name, custom, steps = (
-        host.name,
-        value(args, "loss_type") == "custom_loss",
-        runs(args, host.name, "before_train_step"),
-    )
+    name, custom = host.name, value(args, "loss_type") == "custom_loss"
+    steps = runs(args, name, "before_train_step")
     hook = None if custom else value(args, HOOKS["tis_function"])
     through = hook_path(name, "policy_loss") if custom else f"{name}'s policy_loss" + (f" with {hook}" if hook else "")
     lines = [f"through: {through}"]

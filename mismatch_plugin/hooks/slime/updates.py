@@ -97,9 +97,8 @@ class WeightUpdates:
 
     def _digesting(self, own: Any, updater: Any, named_tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if self._sent is not None:
-            if not isinstance(
-                named_tensors, Sequence
-            ):  # a generator; lists are cleared by the host, and go on as they are
+            # A generator is read once, here; lists are cleared by the host, and go on as they are.
+            if not isinstance(named_tensors, Sequence):
                 named_tensors = [*named_tensors]
             try:
                 self._sent.add(named_tensors)
@@ -134,12 +133,9 @@ class WeightUpdates:
         # What is offloaded may not be read: its memory is given back while the servers take the weights.
         offloaded = getattr(getattr(updater, "args", None), "offload_train", False)
         chunks = () if offloaded else getattr(updater, "model", ())
-        pairs = [
-            (p.dtype, getattr(p, "main_param", None)) for chunk in chunks for p in chunk.parameters() if p.dim() > 1
-        ]
-        found = [
-            (kind, master) for kind, master in pairs if master is not None and master.dtype == torch.float32 != kind
-        ]
+        matrices = [parameter for chunk in chunks for parameter in chunk.parameters() if parameter.dim() > 1]
+        pairs = [(matrix.dtype, getattr(matrix, "main_param", None)) for matrix in matrices]
+        found = [(kind, main) for kind, main in pairs if main is not None and main.dtype == torch.float32 != kind]
         before, self._before = self._before, [sampled(master, _SAMPLED).clone() for _, master in found]
         total = torch.zeros(5, dtype=torch.float64)
         for (dtype, master), old, new in zip(found, before, self._before, strict=False):
