@@ -1,4 +1,4 @@
-"""From a diagnosis to one HTML file that loads nothing else. Importing this needs jinja2 and matplotlib."""
+"""From a diagnosis to one HTML file that loads nothing else. Importing this needs jinja2; the picture, matplotlib."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import io
 import math
 from datetime import datetime, timezone
 from pathlib import Path
-
-from matplotlib.figure import Figure
 
 import mismatch_plugin
 from mismatch_plugin.core.metrics.registry import PREFIX
@@ -66,8 +64,12 @@ def write_page(diagnosis: Diagnosis, path: Path, *, host: str | None = None) -> 
     return path
 
 
-def _draw(of: Histogram) -> bytes:
-    """The distribution as a PNG, what is outside of the bounds in grey."""
+def _draw(of: Histogram) -> bytes | None:
+    """The distribution as a PNG, what is outside of the bounds in grey; None where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
     drawn, png = Figure(figsize=(6.4, 3.4), layout="constrained"), io.BytesIO()
     axis, ends = drawn.subplots(), (of.edges[0], of.edges[-1])
     axis.stairs(of.counts, of.edges, fill=True, color="#0b5c99")

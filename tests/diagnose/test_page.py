@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,12 @@ def test_a_page_of_every_verdict_needs_nothing_else(verdict: str, tmp_path: Path
     assert ("predictions" in ids) == is_advised, "none under a fault"
     rows = [item["setting"] for item in found["predictions"]]
     assert all(f'<th scope="row">{setting}</th>' in html.replace("&gt;", ">") for setting in rows)
+
+
+def test_a_page_without_matplotlib_says_what_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    _, html, tags = write(of_verdict("large"), tmp_path)
+    assert tags.open == [] and "<img" not in html and "pip install 'mismatch-plugin[lab]'" in html.replace("&#39;", "'")
 
 
 def test_what_a_file_holds_is_text(tmp_path: Path) -> None:
