@@ -45,9 +45,8 @@ def read(
     """Read a file, or a folder of files of one format in the order of the numbers in their names, as one dump.
 
     training: the file or folder of the training side, in any format that holds one; matched by sample_id, else by
-    index, else by order. Default: the training side in a folder of two files, our samples and it. format: of `path`, a
-    name of FORMATS; default: recognised by content. log_probs_of, temperature: for every response, instead of what the
-    file tells.
+    index, else by order. format: of `path`, a name of FORMATS; default: recognised by content. log_probs_of,
+    temperature: for every response, instead of what the file tells.
 
     Raises ValueError naming file, sample and position where something cannot be read, is cut, or does not fit;
     InputError where the two sides do not.
@@ -56,12 +55,10 @@ def read(
     if training is None and (path / "rollout_data").is_dir():  # a folder of slime's or miles' --dump-details
         training = path / "train_data" if (path / "train_data").is_dir() else None
         path = path / "rollout_data"
-    files, own = _pair(path) if path.is_dir() and format is None else (path, None)
-    name, table = _read(files, format)
+    name, table = _read(path, format)
     samples, notes = table.samples, table.notes
     if table.missing or not samples:
-        raise ValueError(f"{path}: {table.missing or 'it holds no response'}.")
-    training = training or own
+        raise ValueError(f"{path}: {table.missing or 'it holds no response.'}")
     if training is not None:
         _, side = _read(Path(training), None)
         if not side.samples or not _have_training(side.samples):
@@ -144,17 +141,6 @@ def _named(path: Path, item: Format | None) -> Iterator[None]:
 
 def _recognised(source: Source) -> Format:
     return next(item for item in FORMATS.values() if item.recognises(source))
-
-
-def _pair(folder: Path) -> tuple[Path, Path | None]:
-    """(what to read, its training side) of a folder: the two files where it holds our samples and their training side
-    and nothing else, otherwise the folder itself."""
-    files, _ = _files(folder)
-    if len(files) == 2 and all(file.suffix.lower() in (".jsonl", ".parquet") for file in files):
-        by_format = {_recognised(open_source(file)).name: file for file in files}
-        if by_format.keys() == {"records", "training"}:
-            return by_format["records"], by_format["training"]
-    return folder, None
 
 
 def _files(path: Path) -> tuple[list[Path], list[str]]:
