@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -279,70 +279,6 @@ def _read_skyrl(source: Source) -> Table:
     return read_rows(Columns(keys, str(source.path)), rows(), log_probs_of="raw")
 
 
-# What vLLM answers: (chat) completions, batch results and RequestOutputs, one a line or one document. Log-probs are of
-# the raw logits unless the server runs with --logprobs-mode processed_logprobs.
-
-AS_RAW = "log-probs are taken as raw: before temperature and filters, vLLM's default logprobs_mode"
-
-
-def _is_vllm(source: Source) -> bool:
-    keys = {*source.keys}
-    told = "choices" in keys or {"prompt_token_ids", "outputs"} <= keys or {"custom_id", "response"} <= keys
-    return source.kind in ("json", "jsonl") and told
-
-
-def _read_vllm(source: Source) -> Table:
-    keys = ("response_ids", "prompt_ids", "rollout_log_probs", "sample_id", "group", "finish_reason")
-    table = read_rows(Columns(keys, str(source.path)), _choices(source), log_probs_of="raw")
-    table.notes.append(AS_RAW)
-    return table
-
-
-def _choices(source: Source) -> Iterator[Row]:
-    """One row a choice."""
-    for place, line in source.rows():
-        if line.get("error"):
-            raise ValueError(f"{place} is a request that failed: {str(line['error'])[:120]}.")
-        reply = line["response"]["body"] if "custom_id" in line else line
-        choices, name = reply.get("choices") or reply["outputs"], line.get("custom_id") or reply.get("id")
-        name = reply.get("request_id") if name is None else name
-        for number, choice in enumerate(choices):
-            several = f"/{number}" if len(choices) > 1 else ""
-            ids, log_probs = _tokens(place, choice)
-            yield (
-                f"{place}{several}",
-                {
-                    "response_ids": ids,
-                    "prompt_ids": choice.get("prompt_token_ids") or reply.get("prompt_token_ids"),
-                    "rollout_log_probs": log_probs,
-                    "sample_id": None if name is None else f"{name}{several}",
-                    "group": name,
-                    "finish_reason": choice.get("finish_reason"),
-                },
-            )
-
-
-def _tokens(place: str, choice: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """(ids, log-probs) of a choice."""
-    told, ids = choice["logprobs"], choice.get("token_ids")
-    if told is None:
-        raise ValueError(f"{place} holds no log-probs: ask for return_token_ids=true and logprobs.")
-    if isinstance(told, list):  # RequestOutput: {id: {"logprob"}} a token
-        return choice["token_ids"], [
-            entry[str(token)]["logprob"] for entry, token in zip(told, ids or (), strict=False)
-        ]
-    if told.get("content"):
-        names, log_probs = zip(*((entry["token"], entry["logprob"]) for entry in told["content"]), strict=True)
-    else:
-        names, log_probs = told["tokens"], told["token_logprobs"]
-    if ids is None:
-        ids = [str(name).removeprefix("token_id:") for name in names]
-        if not all(name.isdigit() for name in ids):
-            raise ValueError(f"{place} holds text but no token ids: ask for return_token_ids=true and logprobs.")
-        ids = [int(name) for name in ids]
-    return list(ids), list(log_probs)
-
-
 def _has(*names: str, kind: str = "") -> Callable[[Source], bool]:
     return lambda source: {*names} <= {*source.keys} and source.kind in (kind or source.kind)
 
@@ -364,7 +300,6 @@ _ALL = (
     Format("prime_rl", "prime-rl's token_exports", _has("trainer_logprobs", "inference_logprobs"), read_columns),
     Format("trl", "TRL's batch", _has("completion_ids", "sampling_per_token_logps"), _read_trl),
     Format("skyrl", "SkyRL's TrainingInputBatch as a dict", _has("sequences", "rollout_logprobs"), _read_skyrl),
-    Format("vllm", "replies of vLLM's OpenAI server or RequestOutputs, with logprobs and ids", _is_vllm, _read_vllm),
     # The last that is asked: what it cannot read, it says with the names it knows.
     Format("generic", "columns or rows with known names", _has(), read_columns),
 )

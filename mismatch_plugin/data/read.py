@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch_plugin.data.columns import NO_TEMPERATURE, TRAINER, Table, sample_at
-from mismatch_plugin.data.formats import AS_RAW, FORMATS, Format
+from mismatch_plugin.data.formats import FORMATS, Format
 from mismatch_plugin.data.sample import LogProbsOf, Sample
 from mismatch_plugin.data.source import READ, Source, open_source
 
@@ -72,7 +72,6 @@ def read(
         if (more := len(side.samples) - len(samples)) > 0:
             notes.append(f"training side {training}: {more} of its samples belong to no record and were not looked at")
         notes += side.notes
-    known = (NO_TEMPERATURE,) * (temperature is not None) + (AS_RAW,) * (log_probs_of is not None)
     for at, sample in enumerate(samples):
         given: dict[str, Any] = {"index": at}
         if temperature is not None:  # other parameters of our own samples stay
@@ -80,8 +79,9 @@ def read(
         if log_probs_of is not None:
             given["log_probs_of"] = log_probs_of
         samples[at] = sample.replace(**given) if len(given) > 1 else sample.with_fields(**given)
-    notes = [note for note in dict.fromkeys(notes) if not note.endswith(known)]
-    return Dump(samples, _have_training(samples), name, tuple(notes))
+    if temperature is not None:
+        notes = [note for note in notes if not note.endswith(NO_TEMPERATURE)]
+    return Dump(samples, _have_training(samples), name, tuple(dict.fromkeys(notes)))
 
 
 def _have_training(samples: Sequence[Sample]) -> bool:
