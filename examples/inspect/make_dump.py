@@ -1,6 +1,6 @@
 """A dump to try `mismatch-plugin inspect` on: from a real SGLang server on CPU and a trainer of megatron-core.
 
-    python -W ignore -m examples.inspect.make_dump runs/dump.parquet --tokens 1000000
+    python -W ignore -m examples.inspect.make_dump runs/dump.jsonl --tokens 1000000
 
 The small model of examples/megatron_core is warmed up, and then, step by step: the server gets its weights and samples,
 megatron-core scores the responses with the same weights in float32, both are written, and an optimizer step of GRPO
@@ -124,7 +124,7 @@ class Run:
 
 
 def make_dump(
-    out: Annotated[Path, typer.Argument(help="File to write, .jsonl or .parquet.")],
+    out: Annotated[Path, typer.Argument(help="File to write, .jsonl.")],
     tokens: Annotated[int, typer.Option(min=1, help="Response tokens, at least.")] = 1_000_000,
     dtype: Annotated[Dtype, typer.Option(help="Of the server; the trainer is float32.")] = Dtype.bfloat16,
     seed: Annotated[int, typer.Option(help="Of weights and prompts; SGLang's sampling on CPU follows none.")] = 0,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mismatch_plugin.data.read import InputError
 from mismatch_plugin.sglang.fingerprints import states_of
-from mismatch_plugin.sglang.http import RequestError, Retries, Server, shown
+from mismatch_plugin.sglang.http import RequestError, Server, shown
 from mismatch_plugin.sglang.modules import TAPS_KEY, Capture, Recorder, Tap, Visit, describe, unpack, watched
 from mismatch_plugin.sglang.replies import parse_prompt_log_probs
 
@@ -171,7 +171,7 @@ class Engine:
         async def ask() -> Any:
             server = Server(self.url)
             try:
-                return (await server.call(method, path, body, retries=Retries(attempts=1))).json
+                return (await server.call(method, path, body)).json
             finally:
                 await server.close()
 

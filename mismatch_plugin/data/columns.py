@@ -133,16 +133,24 @@ class Columns:
         self.absent = _ALL - {*keys}
         ignored = sorted({*keys} - {*self.names.values()})
         known = [name for what, names in NAMES.items() if what not in self.names for name in names]
-        self.asked = [f"{name}: did you mean {near}?" for name in ignored if (near := closest(name, known))]
+        self.near = {name: near for name in ignored if (near := closest(name, known))}
         listed = ", ".join([*keys][:12]) + (f" and {len(keys) - 12} more" if len(keys) > 12 else "")
         for one_of, what, add in _NEEDED:
             if not one_of & self.names.keys():
-                says = " ".join([f"{place} lacks {what}. It has {listed or 'nothing'}.", *self.asked])
-                raise ValueError(f"{says} Add {add}. docs/inspect.md#what-is-read lists all names.")
+                advice = self.meant(one_of) or f"Add {add}."
+                raise ValueError(
+                    f"{place} lacks {what}. It has {listed or 'nothing'}. {advice} docs/inspect.md#what-is-read lists "
+                    f"all names."
+                )
         self.notes = [f"not read: {', '.join(ignored)}"] if ignored else []
         if sampler:
             self.notes.append(f"logprobs are taken as the sampler's, {self.names['log_probs']} as the trainer's")
-        self.notes += self.asked
+        self.notes += [f"{name}: did you mean {near}?" for name, near in self.near.items()]
+
+    def meant(self, one_of: Collection[str]) -> str:
+        """Names that are nothing known and near to a spelling of one of these; "" if there is none."""
+        spellings = {name for what in one_of for name in NAMES[what]}
+        return " ".join(f"{name}: did you mean {near}?" for name, near in self.near.items() if near in spellings)
 
 
 def read_columns(source: Source, *, padded: Collection[str] = (), **more: Any) -> Table:
@@ -203,8 +211,8 @@ def read_rows(columns: Columns, rows: Iterable[Row], **more: Any) -> Table:
     reader = _RowReader(columns, **more)
     table = Table([sample_at(place, reader.fields(place, row)) for place, row in rows])
     if "rollout_log_probs" not in columns.names:
-        table.missing = "it holds the training side's log-probs, but none of the rollout: give the rollout's dump first"
-        table.missing += " and this file as TRAINING" + "".join(f". {hint}" for hint in columns.asked)
+        advice = columns.meant(["rollout_log_probs"]) or "give the rollout's dump first and this file as TRAINING."
+        table.missing = f"it holds the training side's log-probs, but none of the rollout: {advice}"
     name = columns.names.get("log_probs")
     if name and table.samples and not any(sample.train_log_probs.any() for sample in table.samples):
         reader.counts[f"{name} is 0 everywhere: not computed, so no training side"] += 1

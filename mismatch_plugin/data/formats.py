@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,6 @@ import numpy as np
 
 from mismatch_plugin.data.arrays import as_floats
 from mismatch_plugin.data.columns import NAMES, TRAINER, Columns, Table, closest, read_columns, read_rows, sample_at
-from mismatch_plugin.data.files import own_fields
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.source import Row, Source, each, plain
 
@@ -29,9 +28,9 @@ class Format:
     read_ranks: Callable[[Iterable[Source]], Table] | None = None
 
 
-# Our own files: samples as JSONL or Parquet, and JSONL of the training side's log-probs.
+# Our own files, JSONL: samples, and the training side's log-probs.
 
-_OWN = {"sampling", "log_probs_of", "weight_versions", "kept_ids", "behaviour_log_probs", "top_log_probs", "served"}
+_OWN = {"sampling", "log_probs_of", "weight_versions", "kept_ids", "behaviour_log_probs", "served"}
 _OF_TRAINER = {
     "token_ids": "trained_ids",
     "prompt_ids": "trained_prompt_ids",
@@ -48,7 +47,7 @@ _OF_TRAINER = {
 def _is_samples(source: Source) -> bool:
     """Our names, and of them one that only we write, or nothing of a trainer's side."""
     keys = {*source.keys}
-    if source.kind not in ("jsonl", "parquet") or not keys >= {"response_ids", "rollout_log_probs"}:
+    if source.kind != "jsonl" or not keys >= {"response_ids", "rollout_log_probs"}:
         return False
     if not keys & {*NAMES["log_probs"]}:
         return "prompt_ids" in keys or bool(keys & _OWN)
@@ -61,7 +60,6 @@ def _read_samples(source: Source) -> Table:
     table.notes = [f"not read: {', '.join(unknown)}"] * bool(unknown)
     table.notes += [f"{name}: did you mean {near}?" for name in unknown if (near := closest(name, fields))]
     for place, row in source.rows():
-        row = own_fields(row) if source.kind == "parquet" else row
         row = {name: value for name, value in row.items() if name not in unknown}
         if lacking := [name for name in ("response_ids", "rollout_log_probs") if row.get(name) is None]:
             raise ValueError(f"{place} has no {lacking[0]}: give one for each token of the response.")
@@ -69,16 +67,26 @@ def _read_samples(source: Source) -> Table:
     return table
 
 
+def _is_training(source: Source) -> bool:
+    """Log-probs of the trainer, by a name that may be misspelt, and nothing of a rollout."""
+    others = {*NAMES["response_ids"], *NAMES["sequence"], *NAMES["rollout_log_probs"]} - {"token_ids"}
+    if source.kind != "jsonl" or others & {*source.keys}:
+        return False
+    return not {closest(name, _OF_TRAINER) for name in source.keys}.isdisjoint(NAMES["log_probs"])
+
+
 def _read_training(source: Source) -> Table:
     table = Table(missing="it holds the training side's log-probs alone: give the rollout records first")
-    table.missing += " and it as TRAINING"
+    table.missing += " and it as TRAINING."
+    allowed = ", ".join(name for name in _OF_TRAINER if name not in NAMES["log_probs"])
+    rule = f"a line has train_log_probs and, if wanted, {allowed}."
     for place, line in source.rows():
-        unknown = line.keys() - _OF_TRAINER
-        row = {_OF_TRAINER[name]: value for name, value in line.items() if name not in unknown}
-        if unknown or row.get("train_log_probs") is None:
-            says = f"has {min(unknown)}" if unknown else "has no train_log_probs"
-            allowed = ", ".join(name for name in _OF_TRAINER if name not in NAMES["log_probs"])
-            raise ValueError(f"{place} {says}: a line has train_log_probs and, if wanted, {allowed}.")
+        for name in sorted(line.keys() - _OF_TRAINER):
+            near = closest(name, _OF_TRAINER)
+            raise ValueError(f"{place} has {name}: " + (f"did you mean {near}?" if near else rule))
+        row = {_OF_TRAINER[name]: value for name, value in line.items()}
+        if row.get("train_log_probs") is None:
+            raise ValueError(f"{place} has no train_log_probs: {rule}")
         if isinstance(row.get("sample_id"), int):
             row["sample_id"] = str(row["sample_id"])
         table.samples.append(sample := sample_at(place, row))
@@ -271,82 +279,12 @@ def _read_skyrl(source: Source) -> Table:
     return read_rows(Columns(keys, str(source.path)), rows(), log_probs_of="raw")
 
 
-# What vLLM answers: (chat) completions, batch results and RequestOutputs, one a line or one document. Log-probs are of
-# the raw logits unless the server runs with --logprobs-mode processed_logprobs.
-
-AS_RAW = "log-probs are taken as raw: before temperature and filters, vLLM's default logprobs_mode"
-
-
-def _is_vllm(source: Source) -> bool:
-    keys = {*source.keys}
-    told = "choices" in keys or {"prompt_token_ids", "outputs"} <= keys or {"custom_id", "response"} <= keys
-    return source.kind in ("json", "jsonl") and told
-
-
-def _read_vllm(source: Source) -> Table:
-    keys = ("response_ids", "prompt_ids", "rollout_log_probs", "sample_id", "group", "finish_reason")
-    table = read_rows(Columns(keys, str(source.path)), _choices(source), log_probs_of="raw")
-    table.notes.append(AS_RAW)
-    return table
-
-
-def _choices(source: Source) -> Iterator[Row]:
-    """One row a choice."""
-    for place, line in source.rows():
-        if line.get("error"):
-            raise ValueError(f"{place} is a request that failed: {str(line['error'])[:120]}.")
-        reply = line["response"]["body"] if "custom_id" in line else line
-        choices, name = reply.get("choices") or reply["outputs"], line.get("custom_id") or reply.get("id")
-        name = reply.get("request_id") if name is None else name
-        for number, choice in enumerate(choices):
-            several = f"/{number}" if len(choices) > 1 else ""
-            ids, log_probs = _tokens(place, choice)
-            yield (
-                f"{place}{several}",
-                {
-                    "response_ids": ids,
-                    "prompt_ids": choice.get("prompt_token_ids") or reply.get("prompt_token_ids"),
-                    "rollout_log_probs": log_probs,
-                    "sample_id": None if name is None else f"{name}{several}",
-                    "group": name,
-                    "finish_reason": choice.get("finish_reason"),
-                },
-            )
-
-
-def _tokens(place: str, choice: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """(ids, log-probs) of a choice."""
-    told, ids = choice["logprobs"], choice.get("token_ids")
-    if told is None:
-        raise ValueError(f"{place} holds no log-probs: ask for return_token_ids=true and logprobs.")
-    if isinstance(told, list):  # RequestOutput: {id: {"logprob"}} a token
-        return choice["token_ids"], [
-            entry[str(token)]["logprob"] for entry, token in zip(told, ids or (), strict=False)
-        ]
-    if told.get("content"):
-        names, log_probs = zip(*((entry["token"], entry["logprob"]) for entry in told["content"]), strict=True)
-    else:
-        names, log_probs = told["tokens"], told["token_logprobs"]
-    if ids is None:
-        ids = [str(name).removeprefix("token_id:") for name in names]
-        if not all(name.isdigit() for name in ids):
-            raise ValueError(f"{place} holds text but no token ids: ask for return_token_ids=true and logprobs.")
-        ids = [int(name) for name in ids]
-    return list(ids), list(log_probs)
-
-
-def _is_training(source: Source) -> bool:
-    keys = {*source.keys}
-    others = {*NAMES["response_ids"], *NAMES["sequence"], *NAMES["rollout_log_probs"]} - {"token_ids"}
-    return source.kind == "jsonl" and bool(keys & {*NAMES["log_probs"]}) and not keys & others
-
-
 def _has(*names: str, kind: str = "") -> Callable[[Source], bool]:
     return lambda source: {*names} <= {*source.keys} and source.kind in (kind or source.kind)
 
 
 _ALL = (
-    Format("records", "rollout records of this package, .jsonl or .parquet", _is_samples, _read_samples),
+    Format("records", "rollout records of this package, .jsonl", _is_samples, _read_samples),
     Format("training", "the training side's log-probs, .jsonl", _is_training, _read_training),
     Format(
         "slime",
@@ -362,7 +300,6 @@ _ALL = (
     Format("prime_rl", "prime-rl's token_exports", _has("trainer_logprobs", "inference_logprobs"), read_columns),
     Format("trl", "TRL's batch", _has("completion_ids", "sampling_per_token_logps"), _read_trl),
     Format("skyrl", "SkyRL's TrainingInputBatch as a dict", _has("sequences", "rollout_logprobs"), _read_skyrl),
-    Format("vllm", "replies of vLLM's OpenAI server or RequestOutputs, with logprobs and ids", _is_vllm, _read_vllm),
     # The last that is asked: what it cannot read, it says with the names it knows.
     Format("generic", "columns or rows with known names", _has(), read_columns),
 )

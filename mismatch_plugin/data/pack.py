@@ -15,7 +15,7 @@ from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.validity import InvalidLogProbError, find_invalid, invalid_error
 from mismatch_plugin.data.arrays import NULL, Bools, Floats, Ids
 from mismatch_plugin.data.sample import Sample
-from mismatch_plugin.data.sampling import filter_bias, remaining_bias
+from mismatch_plugin.data.sampling import remaining_bias
 from mismatch_plugin.data.versions import first_without_version, number_versions, version_of_tokens
 from mismatch_plugin.log_probs.arguments import RaggedSamplingMask
 from mismatch_plugin.parallel.kept_ids import check_kept_ids, ragged_mask
@@ -77,8 +77,12 @@ def pack(
             f"token and that the trainer sees the same ids, or choose --rollout-log-prob-policy neutral, drop-token or "
             f"drop-sequence."
         )
-    for note in {_note(sample, behaviour) for sample in samples} - {""}:
-        warnings.warn(note, MismatchWarning, stacklevel=2)
+    biases = {
+        remaining_bias(sample.sampling, renormalised=behaviour, replayed=sample.kept_ids is not None)
+        for sample in samples
+    }
+    for bias in biases - {""}:
+        warnings.warn(bias, MismatchWarning, stacklevel=2)
     versions, trained_at = _versions(samples, names, masks, config, version_numbers, trainer_version)
     rewards = [sample.reward for sample in samples]
     packed = PackedSequences.from_lists(
@@ -249,13 +253,3 @@ def _versions(
     other = numbers[told[0]]
     rows = [version_of_tokens(row, numbers, length, other) for row, length in zip(spans, lengths, strict=True)]
     return [torch.from_numpy(row) for row in rows], trainer
-
-
-def _note(sample: Sample, behaviour: bool) -> str:
-    """The bias that the sampling leaves in the log-probs that are used."""
-    sampling = sample.sampling
-    note = remaining_bias(sampling, has_kept_ids=behaviour)
-    if not behaviour or sample.kept_ids is not None or sampling.greedy:
-        return note
-    bias = filter_bias(top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p, renormalised=True)
-    return f"{bias}. {note}" if bias and note else bias or note

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch_plugin.data.columns import NO_TEMPERATURE, TRAINER, Table, sample_at
-from mismatch_plugin.data.formats import AS_RAW, FORMATS, Format
+from mismatch_plugin.data.formats import FORMATS, Format
 from mismatch_plugin.data.sample import LogProbsOf, Sample
 from mismatch_plugin.data.source import READ, Source, open_source
 
@@ -45,9 +45,8 @@ def read(
     """Read a file, or a folder of files of one format in the order of the numbers in their names, as one dump.
 
     training: the file or folder of the training side, in any format that holds one; matched by sample_id, else by
-    index, else by order. Default: the training side in a folder of two files, our samples and it. format: of `path`, a
-    name of FORMATS; default: recognised by content. log_probs_of, temperature: for every response, instead of what the
-    file tells.
+    index, else by order. format: of `path`, a name of FORMATS; default: recognised by content. log_probs_of,
+    temperature: for every response, instead of what the file tells.
 
     Raises ValueError naming file, sample and position where something cannot be read, is cut, or does not fit;
     InputError where the two sides do not.
@@ -56,12 +55,10 @@ def read(
     if training is None and (path / "rollout_data").is_dir():  # a folder of slime's or miles' --dump-details
         training = path / "train_data" if (path / "train_data").is_dir() else None
         path = path / "rollout_data"
-    files, own = _pair(path) if path.is_dir() and format is None else (path, None)
-    name, table = _read(files, format)
+    name, table = _read(path, format)
     samples, notes = table.samples, table.notes
     if table.missing or not samples:
-        raise ValueError(f"{path}: {table.missing or 'it holds no response'}.")
-    training = training or own
+        raise ValueError(f"{path}: {table.missing or 'it holds no response.'}")
     if training is not None:
         _, side = _read(Path(training), None)
         if not side.samples or not _have_training(side.samples):
@@ -75,7 +72,6 @@ def read(
         if (more := len(side.samples) - len(samples)) > 0:
             notes.append(f"training side {training}: {more} of its samples belong to no record and were not looked at")
         notes += side.notes
-    known = (NO_TEMPERATURE,) * (temperature is not None) + (AS_RAW,) * (log_probs_of is not None)
     for at, sample in enumerate(samples):
         given: dict[str, Any] = {"index": at}
         if temperature is not None:  # other parameters of our own samples stay
@@ -83,8 +79,9 @@ def read(
         if log_probs_of is not None:
             given["log_probs_of"] = log_probs_of
         samples[at] = sample.replace(**given) if len(given) > 1 else sample.with_fields(**given)
-    notes = [note for note in dict.fromkeys(notes) if not note.endswith(known)]
-    return Dump(samples, _have_training(samples), name, tuple(notes))
+    if temperature is not None:
+        notes = [note for note in notes if not note.endswith(NO_TEMPERATURE)]
+    return Dump(samples, _have_training(samples), name, tuple(dict.fromkeys(notes)))
 
 
 def _have_training(samples: Sequence[Sample]) -> bool:
@@ -144,17 +141,6 @@ def _named(path: Path, item: Format | None) -> Iterator[None]:
 
 def _recognised(source: Source) -> Format:
     return next(item for item in FORMATS.values() if item.recognises(source))
-
-
-def _pair(folder: Path) -> tuple[Path, Path | None]:
-    """(what to read, its training side) of a folder: the two files where it holds our samples and their training side
-    and nothing else, otherwise the folder itself."""
-    files, _ = _files(folder)
-    if len(files) == 2 and all(file.suffix.lower() in (".jsonl", ".parquet") for file in files):
-        by_format = {_recognised(open_source(file)).name: file for file in files}
-        if by_format.keys() == {"records", "training"}:
-            return by_format["records"], by_format["training"]
-    return folder, None
 
 
 def _files(path: Path) -> tuple[list[Path], list[str]]:

@@ -71,10 +71,6 @@ class Sample(BaseModel):
     """The ids that the filters left to choose from (SGLang's sampling mask). An empty list: unfiltered."""
     behaviour_log_probs: Floats | None = None
     """Renormalised over `kept_ids`: what the token was really drawn from."""
-    prompt_log_probs: Floats | None = None
-    """Of `prompt_ids`, always at temperature 1; the first is null."""
-    top_log_probs: list[list[tuple[float, TokenId]]] | None = None
-    """The most likely (log-prob, id) pairs at each response token."""
     cached_tokens: int | None = Field(default=None, ge=0)
     """Prompt tokens whose keys and values came out of the server's cache."""
     routed_experts: Experts | None = None
@@ -144,12 +140,10 @@ class Sample(BaseModel):
                 object.__setattr__(self, name, np.full(trained, value))
             elif value is not None and len(value) not in (n, trained, len(self.train_log_probs)):
                 raise ValueError(f"{name} has {len(value)} entries, the response {n} tokens: give one for each, or one")
-        for name in ("loss_mask", "kept_ids", "top_log_probs", "prompt_log_probs"):
-            of_prompt = name == "prompt_log_probs"
-            value, count = getattr(self, name), len(self.prompt_ids) if of_prompt else n
-            if value is not None and len(value) != count:
-                of, advice = ("prompt_ids", "null for the first") if of_prompt else ("response_ids", "in its order")
-                raise ValueError(f"{name} has {len(value)} entries, {of} {count}: give one for each, {advice}")
+        for name in ("loss_mask", "kept_ids"):
+            value = getattr(self, name)
+            if value is not None and len(value) != n:
+                raise ValueError(f"{name} has {len(value)} entries, response_ids {n}: give one for each, in its order")
         for name in ("routed_experts", "trained_experts"):
             value, count = getattr(self, name), len(self.prompt_ids) + n - 1
             if value is not None and n and len(value) != count:

@@ -19,16 +19,12 @@ _OTHER_DISTRIBUTION = {
     "beam_width": "beam search",
 }
 """What tokens are drawn from then is neither in the returned log-probs nor known to the training side."""
-_ENDS = ("max_new_tokens", "stop", "stop_regex", "stop_token_ids", "ignore_eos")
-_TEXT = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval")
-_WITHOUT_EFFECT = frozenset((*_ENDS, *_TEXT, "seed"))
 
 
 class SamplingParameters(BaseModel):
     """What the sampler was told, in SGLang's terms and with its defaults (`seed` is its `sampling_seed`).
 
-    None means the default, as SGLang reads it. What changes the distribution and is not a field is refused; where a
-    response ends, what its text looks like and which numbers were drawn does not change it (`distribution`).
+    None means the default, as SGLang reads it. What changes the distribution and is not a field is refused.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -95,13 +91,6 @@ class SamplingParameters(BaseModel):
         return 1.0 if self.greedy else self.temperature
 
     @property
-    def distribution(self) -> dict[str, Any]:
-        """The fields that change what a token is drawn from, with their values."""
-        found = self.model_dump(exclude=set(_WITHOUT_EFFECT))
-        # min_new_tokens forbids the tokens that would end the response.
-        return {**found, "stop_token_ids": set(self.stop_token_ids)} if self.min_new_tokens else found
-
-    @property
     def filtered(self) -> bool:
         """top-p, top-k or min-p cut the distribution, which SGLang's log-probs do not show."""
         return bool(self.filters)
@@ -125,15 +114,6 @@ class SamplingParameters(BaseModel):
             sent[name] = list(sent[name]) or None
         # An absent max_new_tokens means 128, while null would mean "no bound".
         return {name: value for name, value in sent.items() if value is not None}
-
-    @classmethod
-    def from_sglang(cls, sampling_params: Mapping[str, Any] | None) -> SamplingParameters:
-        """Read the `sampling_params` of a request; one response's, so without `n`. Raises ValidationError for what
-        changes the distribution in a way that is not known here (`logit_bias`, grammars, …)."""
-        given = dict(sampling_params or {})
-        if "sampling_seed" in given:
-            given["seed"] = given.pop("sampling_seed")
-        return cls(**given)
 
 
 def filter_bias(
@@ -167,11 +147,11 @@ def filter_bias(
     )
 
 
-def remaining_bias(sampling: SamplingParameters, *, has_kept_ids: bool) -> str:
+def remaining_bias(sampling: SamplingParameters, *, renormalised: bool, replayed: bool) -> str:
     """What stays wrong with the log-probs of a response sampled so; empty if nothing does.
 
-    has_kept_ids: the log-probs used are those renormalised over the sampling mask, and the training side computes its
-    own over the kept ids too (`data.pack.sampling_mask`).
+    renormalised: the log-probs used are over the ids that the filters kept. replayed: the training side computes its
+        own over them too (`data.pack.sampling_mask`).
     """
     if sampling.greedy:
         return (
@@ -180,12 +160,9 @@ def remaining_bias(sampling: SamplingParameters, *, has_kept_ids: bool) -> str:
             "can repair a policy that never explores. Sample with temperature > 0 and top_k ≠ 1."
         )
     notes = []
-    if sampling.filtered and not has_kept_ids:
-        notes.append(
-            f"{', '.join(sampling.filters)} without the sampling mask: tokens were drawn from what the filters kept, "
-            "but their log-probs are over the full vocabulary, each too low by −log(kept mass). Request "
-            "return_sampling_mask (SGLang 0.5.23 needs a finite top_k), or sample with top_p 1, top_k −1, min_p 0."
-        )
+    bias = filter_bias(top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p, renormalised=renormalised)
+    if bias and not (renormalised and replayed):
+        notes.append(f"{bias}. Request return_sampling_mask (SGLang 0.5.23 needs a finite top_k), or sample without.")
     if sampling.penalised:
         notes.append(
             "penalties are part of the returned log-probs, and the training side does not apply them: the weights have "

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import codecs
+import importlib
 import json
 import pickle
 import re
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +19,6 @@ import numpy as np
 import torch
 from pydantic_core import from_json
 
-from mismatch_plugin.data.files import open_parquet
 from mismatch_plugin.files import read_lines, read_text, validate_regular_file
 
 Kind = Literal["torch", "npz", "parquet", "json", "jsonl"]
@@ -77,7 +78,7 @@ def open_source(path: Path) -> Source:
         arrays = np.load(path, allow_pickle=False)  # each is read when it is asked for
         return Source(path, "npz", tuple(arrays.files), arrays)
     if head.startswith(b"PAR1"):
-        with open_parquet(path) as file:
+        with _open_parquet(path) as file:
             return Source(path, "parquet", tuple(file.schema_arrow.names))
     if head.lstrip()[:1] in (b"{", b"["):
         return _json(path)
@@ -139,8 +140,22 @@ def _json_rows(path: Path) -> Iterator[Row]:
 # Parquet
 
 
+@contextmanager
+def _open_parquet(path: Path) -> Iterator[Any]:
+    """A pyarrow.parquet.ParquetFile. Raises ValueError where it is damaged."""
+    try:
+        pa, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        raise ImportError("Parquet needs pyarrow: pip install 'mismatch-plugin[io]'.") from None
+    try:
+        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
+            yield file
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path} is cut or damaged: {error}.") from None
+
+
 def _parquet_rows(path: Path) -> Iterator[Row]:
-    with open_parquet(path) as file:
+    with _open_parquet(path) as file:
         number = 0
         for batch in file.iter_batches(batch_size=_BATCH):
             columns = {name: _column(batch.column(at)) for at, name in enumerate(batch.schema.names)}

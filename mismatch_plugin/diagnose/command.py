@@ -78,8 +78,8 @@ def inspect(
     How large is the mismatch, is that normal, where does it come from, which
     setting fits, what would it cost, and which flags to paste.
 
-    PATH: rollout dumps of slime, miles, verl, NeMo-RL, TRL, vLLM, our JSONL
-    or Parquet, padded tensors (.pt, .npz); or the folder of
+    PATH: rollout dumps of slime, miles, verl, NeMo-RL, TRL, our JSONL, rows
+    of Parquet, padded tensors (.pt, .npz); or the folder of
     --mismatch-report-dir, a CSV or JSONL export of W&B, a folder of its
     charts as CSV, TensorBoard events, also of trainers without the plugin.
     docs/inspect.md lists the formats, and the fields of our own:

@@ -22,10 +22,10 @@ from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.sglang.control import PauseMode, ServerControl, ServerInfo
 from mismatch_plugin.sglang.fingerprints import WeightUpdateError
-from mismatch_plugin.sglang.http import RequestError, Retries, Server
+from mismatch_plugin.sglang.http import RequestError, Server
 from mismatch_plugin.sglang.replies import ReplyError, parse_generate, parse_prompt_log_probs
 
-__all__ = ["GenerateError", "PauseMode", "RequestError", "Retries", "SGLangClient", "ServerInfo", "WeightUpdateError"]
+__all__ = ["GenerateError", "PauseMode", "RequestError", "SGLangClient", "ServerInfo", "WeightUpdateError"]
 
 T = TypeVar("T")
 TokenIds = Sequence[int] | Ids
@@ -48,17 +48,17 @@ class SGLangClient(ServerControl):
 
     Args:
         url: http(s)://host:port. No redirect is followed and no proxy read from the environment. `user:password@` is
-            sent as basic authorisation and shown nowhere: `self.url`, samples, messages and logs are without it.
+            sent as basic authorisation; `self.url`, samples and messages are without it.
         concurrency: samples under way at once, over all calls of this client.
         timeout: seconds for one attempt at one request, from sending to the last byte of the answer.
         verify_updates: compare the weights that an update sent with those that serve then, where the server has our
             plugin; one pass over what is sent. A later sample fails (kind `weights`) where the server started again
             or somebody else updated it since this client did; without the plugin only the version shows it.
-        retries: attempts and waits after connection errors, timeouts and status 5xx; never after 4xx. A
-            number means so many attempts more than the first.
+        retries: how often a request is sent again after connection errors, timeouts and status 5xx; never after 4xx.
+            A server that breaks off gets 1 + retries requests. What changes a server is sent once.
         rollout_log_prob_policy: with `error` an invalid log-prob fails its sample; otherwise it stays in the sample,
             for `pack` and the correction to handle.
-        headers: sent with every request, such as {"Authorization": "Bearer …"}. No message shows their values.
+        headers: sent with every request, such as {"Authorization": "Bearer …"}.
         vocab_size: rows of the model's embedding. Token ids from there on are refused before anything is sent: such an
             id brings a server down. None: what the server tells of itself, if anything; else ids are sent unchecked.
 
@@ -76,7 +76,7 @@ class SGLangClient(ServerControl):
         concurrency: int = 64,
         timeout: float = 600.0,
         verify_updates: bool = True,
-        retries: Retries | int = 4,
+        retries: int = 4,
         rollout_log_prob_policy: InvalidPolicy = "error",
         headers: Mapping[str, str] | None = None,
         vocab_size: int | None = None,
@@ -87,9 +87,8 @@ class SGLangClient(ServerControl):
             raise ValueError(
                 f"rollout_log_prob_policy={rollout_log_prob_policy!r} is unknown: choose one of {', '.join(policies)}."
             )
-        server = Server(url, timeout=timeout, headers=headers)
-        super().__init__(server, Retries(attempts=1 + retries) if isinstance(retries, int) else retries, verify_updates)
-        self.url, self.concurrency, self.policy = server.url, concurrency, rollout_log_prob_policy
+        super().__init__(Server(url, timeout=timeout, headers=headers), retries, verify_updates)
+        self.url, self.concurrency, self.policy = self._server.url, concurrency, rollout_log_prob_policy
         self._vocab_size, self._asked = vocab_size, False
         self._slots = asyncio.Semaphore(concurrency)
         """Of samples. What controls the server needs none: a pause must not wait for what it is to pause."""
@@ -111,7 +110,6 @@ class SGLangClient(ServerControl):
         *,
         samples_per_prompt: int = 1,
         return_sampling_mask: bool = False,
-        top_log_probs: int = 0,
     ) -> list[Sample]:
         """`samples_per_prompt` responses to each prompt, prompt by prompt; sample i answers prompt i // samples.
 
@@ -120,7 +118,6 @@ class SGLangClient(ServerControl):
             sampling: sent in full. With a seed, sample i gets seed + i.
             return_sampling_mask: also the kept ids and the log-probs renormalised over them. Which settings that needs
                 the server decides: 0.5.23 wants a finite top_k, of at most its sampling_mask_max_tokens.
-            top_log_probs: how many of the most likely tokens to return at each position.
 
         Raises:
             GenerateError: if a sample failed for good, after all others were done; it holds what came and what failed.
@@ -129,11 +126,9 @@ class SGLangClient(ServerControl):
         sampling = sampling or SamplingParameters()
         if samples_per_prompt < 1:
             raise ValueError(f"samples_per_prompt={samples_per_prompt} must be at least 1.")
-        asked: dict[str, Any] = {"return_logprob": True}
+        asked = {"return_logprob": True}
         if return_sampling_mask:
             asked["return_sampling_mask"] = True
-        if top_log_probs:
-            asked["top_logprobs_num"] = top_log_probs
         batch = uuid.uuid4().hex[:12]
 
         async def one(index: int, prompt: list[int]) -> Sample:
@@ -141,15 +136,13 @@ class SGLangClient(ServerControl):
             body = {"input_ids": prompt, "sampling_params": own.to_sglang(), **asked}
             name = f"{batch}-{index}"
             serving = self._serving
-            answer = await self._server.call("POST", "/generate", body, request_id=name, retries=self._retries)
+            answer = await self._server.call("POST", "/generate", body, request_id=name, attempts=self._attempts)
             with self._reading(answer.attempts):
-                (sample,) = parse_generate(answer.json, [prompt], own, require_kept_ids=return_sampling_mask)
+                sample = parse_generate(answer.json, prompt, own, require_kept_ids=return_sampling_mask)
                 if sample.request_id not in (None, f"{name}-{answer.attempts}"):
                     raise ReplyError("form", f"request {name}-{answer.attempts} was answered as {sample.request_id}")
                 if (most := own.max_new_tokens) is not None and len(sample) > most:
                     raise ReplyError("length", f"{len(sample)} tokens came, at most {most} were asked for")
-                if top_log_probs and not all(sample.top_log_probs or [[]] * len(sample)):
-                    raise ReplyError("log_probs_lost", "top_log_probs were asked for and did not come for every token")
             # An update of this client's in between may have brought the last tokens, or not.
             if serving is not None and serving is self._serving and (problem := serving.problem(sample)):
                 raise RequestError("weights", problem, answer.attempts)
@@ -173,7 +166,7 @@ class SGLangClient(ServerControl):
 
         async def one(index: int, sequence: list[int]) -> Floats:
             body = {"input_ids": sequence, "sampling_params": sampling, **asked}
-            answer = await self._server.call("POST", "/generate", body, retries=self._retries)
+            answer = await self._server.call("POST", "/generate", body, attempts=self._attempts)
             with self._reading(answer.attempts):
                 return parse_prompt_log_probs(answer.json, sequence, vocab_size=self._vocabulary)
 
@@ -187,7 +180,7 @@ class SGLangClient(ServerControl):
         except _MALFORMED as error:
             told = isinstance(error, ReplyError)
             message = f"{error.message} ({error.kind})" if told else f"a reply of another form ({error!r})"
-            raise RequestError("reply", self._server.redacted(message), attempts) from None
+            raise RequestError("reply", message, attempts) from None
 
     @property
     def _vocabulary(self) -> int | None:
@@ -202,9 +195,8 @@ class SGLangClient(ServerControl):
         """
         ids, total = _token_ids(prompts), len(prompts) * each
         if total and not self._asked:
-            wait = min(self._server.connect_timeout, self._server.timeout)
             try:
-                await self._ask_server(retries=Retries(attempts=1), timeout=wait)
+                await self._ask_server(timeout=min(self._server.connect_timeout, self._server.timeout))
                 self._asked = True
             except RequestError as error:
                 self._asked = error.kind not in ("connection", "closed")  # then it is asked again

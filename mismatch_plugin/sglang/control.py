@@ -7,8 +7,8 @@ import base64
 import logging
 import pickle
 import warnings
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict
@@ -24,15 +24,12 @@ from mismatch_plugin.sglang.fingerprints import (
     settled,
     states_of,
 )
-from mismatch_plugin.sglang.http import RequestError, Retries, Server
+from mismatch_plugin.sglang.http import RequestError, Server
 
-PauseMode = Literal["abort", "retract", "in_place"]
+PauseMode = Literal["abort", "retract"]
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 Bucket = list[tuple[str, Tensor]]
 logger = logging.getLogger("mismatch_plugin")
-
-_ONCE = Retries(attempts=1)
-_OK = 200
 
 
 class ServerInfo(BaseModel):
@@ -45,7 +42,6 @@ class ServerInfo(BaseModel):
     weight_version: str | None = None
     vocab_size: int | None = None
     tp_size: int = 1
-    disable_radix_cache: bool | None = None
     dtype: str | None = None
     quantization: str | None = None
     kv_cache_dtype: str | None = None
@@ -114,9 +110,8 @@ class ServerControl:
     verify_updates is False.
     """
 
-    def __init__(self, server: Server, retries: Retries, verify_updates: bool = True) -> None:
-        self._server, self._retries, self._verifies = server, retries, verify_updates
-        self._paused: PauseMode | None = None
+    def __init__(self, server: Server, retries: int, verify_updates: bool) -> None:
+        self._server, self._attempts, self._verifies = server, 1 + retries, verify_updates
         self._info: ServerInfo | None = None
         self._warned: set[str] = set()
         self.fingerprint: str | None = None
@@ -128,7 +123,7 @@ class ServerControl:
     async def server_info(self) -> ServerInfo:
         """Version and settings, with the weight version that the last update left. Warns of the server's risks
         (`ServerInfo.risks`), of each once."""
-        return await self._ask_server(retries=self._retries)
+        return await self._ask_server(attempts=self._attempts)
 
     async def _ask_server(self, **options: Any) -> ServerInfo:
         told: dict[str, Any] = {}
@@ -145,17 +140,14 @@ class ServerControl:
         return self._info
 
     async def pause(self, mode: PauseMode = "retract") -> None:
-        """Stop generating. Running requests return what they have (abort), wait to be computed again (retract), or keep
-        their KV cache of the old weights (in_place; with a radix cache weights are updated only if none is running)."""
+        """Stop generating. Running requests return what they have (abort), or wait to be computed again (retract)."""
         if mode not in get_args(PauseMode):
             raise ValueError(f"mode={mode!r} is unknown: choose one of {', '.join(get_args(PauseMode))}.")
         await self._post("/pause_generation", {"mode": mode})
-        self._paused = mode
 
     async def continue_(self) -> None:
         """Generate again after `pause`."""
         await self._post("/continue_generation", {})
-        self._paused = None
 
     @asynccontextmanager
     async def paused(self, mode: PauseMode = "retract") -> AsyncIterator[None]:
@@ -166,68 +158,49 @@ class ServerControl:
         finally:
             await self.continue_()
 
-    async def update_weights_from_disk(self, path: str, version: str | int, *, flush_cache: bool | None = None) -> None:
-        """Load a checkpoint that the server can read at `path`. Raises WeightUpdateError.
-
-        flush_cache: drop the KV cache of the old weights. None: yes, or later requests would reuse it under the new
-            version; under an in-place pause before the update, which is refused if requests hold the cache. A server
-            without a radix cache shares none: there an in-place pause leaves it alone. False: keep it all the same.
-        """
-        async with self._updating(version, flush_cache) as flush:
-            body = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush}
+    async def update_weights_from_disk(self, path: str, version: str | int) -> None:
+        """Load a checkpoint that the server can read at `path`; no cache of the old weights stays. Raises
+        WeightUpdateError."""
+        async with self._updating(version, []):
+            body = {"model_path": str(path), "weight_version": str(version), "flush_cache": True}
             await self._post("/update_weights_from_disk", body, confirmed=True)
-        await self._verify(version, [])
 
-    async def update_weights_from_tensors(
-        self,
-        named_tensors: NamedTensors,
-        version: str | int,
-        *,
-        bucket_bytes: int | None = None,
-        flush_cache: bool | None = None,
-    ) -> None:
-        """Send weights under the checkpoint's names, inside the request. Raises WeightUpdateError.
-
-        bucket_bytes: at most so many bytes a request. More than one request means a time in which the server has half
-            of the new weights, so generation is paused (retract) meanwhile unless it is already.
-        flush_cache: as in `update_weights_from_disk`.
-        """
+    async def update_weights_from_tensors(self, named_tensors: NamedTensors, version: str | int) -> None:
+        """Send weights under the checkpoint's names, all inside one request; no cache of the old ones stays. Raises
+        WeightUpdateError."""
         pairs = _checked(named_tensors)
-        *first, final = _buckets(pairs, bucket_bytes)
-        pausing = self.paused("retract") if first and self._paused is None else nullcontext()
-        async with self._updating(version, flush_cache) as flush, pausing:
+        async with self._updating(version, pairs):
             workers = (self._info or await self.server_info()).tp_size
+            body = {"serialized_named_tensors": [serialised(pairs)] * workers}
+            body |= {"weight_version": str(version), "flush_cache": True}
             await self._post("/begin_weight_update", {}, confirmed=True)
             try:
-                for bucket in [*first, final]:
-                    # The version takes effect with the last bucket.
-                    last = {"weight_version": str(version), "flush_cache": flush}
-                    body = {"serialized_named_tensors": [serialised(bucket)] * workers}
-                    body |= last if bucket is final else {"flush_cache": False}
-                    await self._post("/update_weights_from_tensor", body, confirmed=True)
+                await self._post("/update_weights_from_tensor", body, confirmed=True)
             except BaseException:
                 with suppress(RequestError):  # the first error says what went wrong
                     await self._post("/end_weight_update", {}, confirmed=True)
                 raise
             await self._post("/end_weight_update", {}, confirmed=True)
-        await self._verify(version, pairs)
 
-    async def _verify(self, version: str | int, pairs: Bucket) -> None:
-        """Compare what was sent with what serves, and keep what serves now. pairs: [] where it is not known."""
-        if not self._verifies:
-            return
+    @asynccontextmanager
+    async def _updating(self, version: str | int, pairs: Bucket) -> AsyncIterator[None]:
+        """An update to this version. pairs: what is sent; [] where it is not known.
+
+        At its end the server must report the version, and serve what was sent: else it would go on sampling from old
+        weights without a word. What serves is kept for later samples. Raises WeightUpdateError.
+        """
+        self.fingerprint = self._serving = None
         try:
-            states = await self._compare(version, pairs)
+            yield
+            model = (await self._server.call("GET", "/model_info", attempts=self._attempts)).json
+            told = model.get("weight_version") if isinstance(model, dict) else None
+            if told is not None and str(told) != str(version):
+                raise WeightUpdateError(f"the weights were sent as version {version}, but the server reports {told!r}.")
+            if self._verifies:
+                states = await self._compare(version, pairs)
+                self._serving = Serving(str(version), dict(map(_worker, states)))
         except (RequestError, ValueError) as error:
-            raise WeightUpdateError(f"whether the weights that were sent serve cannot be told: {error}") from error
-        workers = {
-            (state.get("server"), state.get("started"), state.get("dp_rank")): (
-                (state.get("update") or {}).get("number", 0),
-                state.get("fingerprint"),
-            )
-            for state in states
-        }
-        self._serving = Serving(str(version), workers)
+            raise WeightUpdateError(f"the update to version {version} cannot be confirmed: {error}") from error
 
     async def _compare(self, version: str | int, pairs: Bucket) -> list[Mapping[str, Any]]:
         """What was sent with what serves, where the server has our plugin, whose states are returned. It must have all
@@ -235,7 +208,7 @@ class ServerControl:
         states: list[Mapping[str, Any]] = []
         for attempt in range(1 + STAGES_S * 10):
             await asyncio.sleep(0.1 if attempt else 0)
-            states = states_of((await self._server.call("GET", "/server_info", retries=self._retries)).json)
+            states = states_of((await self._server.call("GET", "/server_info", attempts=self._attempts)).json)
             if settled(states):
                 break
         if not pairs:
@@ -255,80 +228,30 @@ class ServerControl:
         self.fingerprint = prints.pop() if len(prints) == 1 and complete else None
         return states
 
-    async def _flush(self, wanted: bool | None) -> bool:
-        """Whether the update itself is to flush the cache. Under an in-place pause it is flushed here, or refused."""
-        if self._paused != "in_place":
-            return wanted is not False
-        info = self._info or await self.server_info()
-        if wanted is False or (wanted is None and info.disable_radix_cache):
-            return False
-        try:
-            await self._server.call("POST", "/flush_cache", retries=_ONCE)
-        except RequestError as error:
-            if error.status != _OK:  # SGLang answers in plain text
-                raise WeightUpdateError(
-                    f"no weights were sent: {error.message} Requests that are paused in place hold keys and values of "
-                    "the old weights in the radix cache, and later requests would compute with them under version "
-                    "names of the new ones. Pause with 'retract' or 'abort', or start the server with "
-                    "--disable-radix-cache."
-                ) from error
-        return False
-
-    @asynccontextmanager
-    async def _updating(self, version: str | int, flush_cache: bool | None) -> AsyncIterator[bool]:
-        """An update, told whether it is to flush the cache. What the server refuses in it is a WeightUpdateError.
-
-        At its end the server must report the version: a silent refusal would go on sampling from old weights.
-        """
-        try:
-            flush = await self._flush(flush_cache)
-            self.fingerprint = self._serving = None
-            yield flush
-            model = (await self._server.call("GET", "/model_info", retries=self._retries)).json
-        except RequestError as error:
-            raise WeightUpdateError(f"the update to version {version} failed: {error}") from error
-        told = model.get("weight_version") if isinstance(model, dict) else None
-        if told is not None and str(told) != str(version):
-            raise WeightUpdateError(f"the weights were sent as version {version}, but the server reports {told!r}.")
-
     async def _post(self, path: str, body: dict[str, Any], *, confirmed: bool = False) -> None:
         """An order, sent once, of which the server must not say that it failed. confirmed: it must say it succeeded."""
-        answer = await self._server.call("POST", path, body, retries=_ONCE)
+        answer = await self._server.call("POST", path, body)
         said = answer.json if isinstance(answer.json, dict) else {}
         if said.get("success", not confirmed) is not True:
             message = said.get("message") or f"no success was reported, but {answer.json!r}"
             raise RequestError("refused", f"the server did not do {path}: {message}", answer.attempts)
 
 
+def _worker(state: Mapping[str, Any]) -> tuple[tuple[Any, Any, Any], tuple[int, str | None]]:
+    """(process, (how many updates it had, fingerprint)), as `Serving` keeps them."""
+    update = state.get("update") or {}
+    process = state.get("server"), state.get("started"), state.get("dp_rank")
+    return process, (update.get("number", 0), state.get("fingerprint"))
+
+
 def _checked(named_tensors: NamedTensors) -> Bucket:
-    """(name, tensor) pairs, each name once. Raises ValueError for none, for a repeated name, for what is no tensor."""
-    given: Any = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
-    pairs: Bucket = list(given)
+    """(name, tensor) pairs. Raises ValueError for none, and for names that are no checkpoint's."""
+    pairs = [*dict(named_tensors).items()]
     if not pairs:
         raise ValueError("no weights were given: an update without tensors would only change the version's name.")
-    seen: set[str] = set()
-    for name, tensor in pairs:
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"weight {name!r} is {type(tensor).__name__}, not a tensor.")
-        if name in seen:
-            raise ValueError(f"weight {name!r} is there twice.")
-        seen.add(name)
-    if all(name.startswith("module.") for name in seen):  # a server may end at a name that it does not know
+    if all(name.startswith("module.") for name, _ in pairs):  # a server may end at a name that it does not know
         raise ValueError("all names of the weights begin with 'module.', a wrapper's prefix: send the checkpoint's.")
     return pairs
-
-
-def _buckets(pairs: Bucket, limit: int | None) -> Iterator[Bucket]:
-    """The pairs in order, in lists of at most `limit` bytes each; a larger tensor is alone. None: all at once."""
-    bucket: Bucket = []
-    size = 0
-    for name, tensor in pairs:
-        if bucket and limit is not None and size + tensor.nbytes > limit:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    yield bucket
 
 
 def serialised(bucket: Bucket) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json as jsonlib
 import random
 import re
 from collections.abc import Mapping
@@ -19,8 +18,8 @@ from pydantic_core import from_json
 _KEEP_ALIVE = 2.0
 """Seconds after which an idle connection is not used again: less than the server's 5, or the two would race."""
 _PASSING = ("connection", "timeout", "server_error")
-_SHORTEST_SECRET = 4
-_HIDDEN = "***"
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
+"""Seconds. After attempt k (from 1): a random time between half and all of min(longest, first · 2^(k − 1))."""
 
 FailureKind = Literal[
     "connection",  # refused, reset, or closed in the middle
@@ -45,23 +44,6 @@ class RequestError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Retries:
-    """After attempt k (from 0) wait uniformly between half and all of min(longest, first · 2^k) seconds."""
-
-    attempts: int = 5
-    first: float = 0.5
-    longest: float = 30.0
-
-    def __post_init__(self) -> None:
-        if self.attempts < 1 or self.first < 0 or self.longest < self.first:
-            raise ValueError(f"{self}: attempts must be at least 1, and 0 ≤ first ≤ longest.")
-
-    def delay(self, attempt: int) -> float:
-        """Seconds to wait after a failed attempt. The random part keeps many requests from coming back at once."""
-        return min(self.longest, self.first * 2.0 ** min(attempt, 99)) * random.uniform(0.5, 1.0)
-
-
-@dataclass(frozen=True)
 class Answer:
     """A JSON answer (None for an empty body) and after how many attempts it came."""
 
@@ -70,10 +52,7 @@ class Answer:
 
 
 class Server:
-    """HTTP to one base URL; parameters and what they raise: see `SGLangClient`.
-
-    No message holds credentials, neither those of URL and headers nor a server's echo of them.
-    """
+    """HTTP to one base URL; parameters and what they raise: see `SGLangClient`."""
 
     def __init__(
         self,
@@ -83,18 +62,8 @@ class Server:
         connect_timeout: float = 10.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        if not timeout > 0 or not connect_timeout > 0:
-            raise ValueError(f"timeout={timeout} and connect_timeout={connect_timeout} must be positive seconds.")
-        self.url, user, password = _parse_address(url)
-        self.timeout, self.connect_timeout = timeout, connect_timeout
-        self._headers, secrets = dict(headers or {}), {password or user}
-        for value in self._headers.values():
-            secrets |= {value, *value.split()[1:]}  # "Bearer abc": abc alone too
-        if user or password:
-            basic = base64.b64encode(f"{user}:{password}".encode()).decode()
-            self._headers["Authorization"] = f"Basic {basic}"
-            secrets.add(basic)
-        self._secrets = sorted((value for value in secrets if len(value) >= _SHORTEST_SECRET), key=len, reverse=True)
+        self.url, credentials = _parse_address(url)
+        self.timeout, self.connect_timeout, self._headers = timeout, connect_timeout, {**(headers or {}), **credentials}
         self._session: aiohttp.ClientSession | None = None  # made where an event loop runs
         self._closed = False
 
@@ -104,19 +73,13 @@ class Server:
         if self._session is not None:
             await self._session.close()
 
-    def redacted(self, text: str) -> str:
-        """A text that others wrote, such as a server's error message, without the credentials of this client."""
-        for secret in self._secrets:
-            text = text.replace(secret, _HIDDEN)
-        return text
-
     async def call(
         self,
         method: str,
         path: str,
         json: Any = None,
         *,
-        retries: Retries,
+        attempts: int = 1,
         request_id: str | None = None,
         timeout: float | None = None,
     ) -> Answer:
@@ -126,6 +89,7 @@ class Server:
         4xx, redirects, an answer that is not JSON, and any request once the client is closed.
 
         Args:
+            attempts: how often it is sent at most.
             request_id: sent as `rid` with the number of the attempt (from 1) behind it: the server may still be busy
                 with a request that was given up, and refuses an id that it is busy with.
             timeout: seconds for one attempt, from sending to the last byte.
@@ -146,9 +110,10 @@ class Server:
             except RequestError as failed:
                 sent = attempt - (failed.kind == "closed")
                 error = RequestError(failed.kind, f"{where}: {failed.message}", sent, failed.status)
-            if error.kind not in _PASSING or attempt == retries.attempts:
+            if error.kind not in _PASSING or attempt == attempts:
                 raise error from None
-            await asyncio.sleep(retries.delay(attempt - 1))
+            longest = min(_LONGEST_WAIT, _FIRST_WAIT * 2.0 ** (attempt - 1))
+            await asyncio.sleep(longest * random.uniform(0.5, 1.0))  # many requests must not come back at once
 
     async def _once(self, method: str, path: str, json: Any, seconds: float) -> Any:
         """One attempt: the answer's JSON. Raises RequestError without number of attempts, or asyncio.TimeoutError."""
@@ -161,53 +126,53 @@ class Server:
         sending = self._session.request(method, self.url + path, json=json, timeout=wait, allow_redirects=False)
         try:
             async with sending as response:
-                return self._json(response, await response.read())
+                return _json(response, await response.read())
         except aiohttp.ServerTimeoutError:
             message = f"no connection to {self.url} within {self.connect_timeout:g} s"
             raise RequestError("timeout", message) from None
         except aiohttp.ClientError as lost:
-            raise RequestError("connection", f"{self.url}: {self.redacted(str(lost)) or type(lost).__name__}") from None
-
-    def _json(self, response: aiohttp.ClientResponse, body: bytes) -> Any:
-        status = response.status
-        begin = repr(self.redacted(body[:10_000].decode("utf-8", errors="replace"))[:200])
-        if status >= 400:
-            kind = "server_error" if status >= 500 else "refused"
-            raise RequestError(kind, f"status {status}, {self._error_message(body) or begin}", status=status)
-        if status >= 300:
-            target = self.redacted(shown(response.headers.get("Location", "nowhere")))
-            message = f"status {status}, a redirect to {target}; give the server's own address"
-            raise RequestError("content", message, status=status)
-        if not body:
-            return None
-        with suppress(ValueError):  # a third of the time; what it does not take, Python's may
-            return from_json(body)
-        try:
-            return jsonlib.loads(body)
-        except ValueError as error:
-            message = f"no JSON ({error}) but {begin}: is this an SGLang server?"
-            raise RequestError("content", message, status=status) from None
-
-    def _error_message(self, body: bytes) -> str:
-        """The server's message in an error answer; "" if it has no form that is known."""
-        try:
-            told = jsonlib.loads(body)
-        except ValueError:
-            return ""
-        if isinstance(told, dict):
-            error = told.get("error", told.get("message", told))
-            told = error.get("message", error) if isinstance(error, dict) else error
-        return self.redacted(str(told))[:500]
+            raise RequestError("connection", f"{self.url}: {lost or type(lost).__name__}") from None
 
 
-def _parse_address(url: str) -> tuple[str, str, str]:
-    """The address without credentials; user and password, empty without. No error of others, which may quote them."""
+def _json(response: aiohttp.ClientResponse, body: bytes) -> Any:
+    """What a server answered; None for an empty body."""
+    status, begin = response.status, repr(body[:200].decode(errors="replace"))
+    told, problem = None, ""
+    try:
+        told = from_json(body) if body else None
+    except ValueError as error:
+        problem = f"no JSON ({error}) but {begin}: is this an SGLang server?"
+    if status >= 400:
+        kind = "server_error" if status >= 500 else "refused"
+        raise RequestError(kind, f"status {status}, {_error_message(told) or begin}", status=status)
+    if status >= 300:
+        target = shown(response.headers.get("Location", "nowhere"))
+        problem = f"status {status}, a redirect to {target}; give the server's own address"
+    if problem:
+        raise RequestError("content", problem, status=status)
+    return told
+
+
+def _error_message(told: Any) -> str:
+    """The server's message in an error answer; "" if there is none."""
+    if isinstance(told, dict):
+        told = told.get("error", told.get("message", told))
+    if isinstance(told, dict):
+        told = told.get("message", told)
+    return str(told or "")[:500]
+
+
+def _parse_address(url: str) -> tuple[str, dict[str, str]]:
+    """The address without user and password; these as a header. No error of others, which may quote them."""
     with suppress(ValueError, TypeError, AttributeError):
         parts = urlsplit(url)
         bare = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
         odd = parts.query or parts.fragment or parts.port == 0 or re.search(r"\s", url)
         if parts.hostname and not odd and parts.scheme in ("http", "https"):
-            return bare, unquote(parts.username or ""), unquote(parts.password or "")
+            if parts.username is None:
+                return bare, {}
+            credentials = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            return bare, {"Authorization": f"Basic {base64.b64encode(credentials.encode()).decode()}"}
     raise ValueError(
         f"url {shown(str(url))!r} is not a server's address: give it as http://host:port, without a query; tokens go "
         f"into headers."
@@ -215,7 +180,5 @@ def _parse_address(url: str) -> tuple[str, str, str]:
 
 
 def shown(url: str) -> str:
-    """The address for a message: without user, password, query and fragment, whatever else is wrong with it."""
-    if "@" in url and re.search(r"[?#]", url):
-        return _HIDDEN  # a password with a question mark, or a query with an @: nobody can tell
-    return re.sub(r"^(\w+://)?.*@", r"\1", re.split(r"[?#]", url)[0])[:200]
+    """The address for a message: without user, password, query and fragment."""
+    return re.split(r"[?#]", re.sub(r"^(\w+://)?.*@", r"\1", url))[0][:200]

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import traceback
-import warnings
 from typing import Any
 
 import pytest
 
 from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.sglang.client import GenerateError, Retries, SGLangClient
+from mismatch_plugin.sglang.client import SGLangClient
 from mismatch_plugin.sglang.http import shown
-from tests.fixtures.faulty_server import FaultyServer, Reply, honest
+from tests.fixtures.faulty_server import FaultyServer, honest
 
 ONE = SamplingParameters(max_new_tokens=1)
-PASSWORD, TOKEN = "hunter-2-hunter", "tok-1234567"
-HEADERS = {"Authorization": f"Bearer {TOKEN}", "X-Run": "plain-value"}
+PASSWORD = "hunter-2-hunter"
 
 
 @pytest.mark.parametrize(
@@ -26,7 +23,7 @@ HEADERS = {"Authorization": f"Bearer {TOKEN}", "X-Run": "plain-value"}
         *("127.0.0.1:30000", "localhost", "ftp://host:1", "", "http://", None, "http://host:0", "http://host:1?x"),
         *(f"http://user:{PASSWORD}@host:99999999", f"http://user:{PASSWORD}@host:1?q", f"user:{PASSWORD}@host:1"),
         *(f"http://user:a/{PASSWORD}@host:1", f"http://user:a?{PASSWORD}@host:1", f"http://user:a#{PASSWORD}@host:1"),
-        *(f"http://user:{PASSWORD}@", f"http://user:{PASSWORD}@[::1", f"http://host:1/?token=a@{PASSWORD}"),
+        *(f"http://user:{PASSWORD}@", f"http://user:{PASSWORD}@[::1"),
     ],
 )
 def test_what_is_no_address_is_refused_without_its_credentials(url: Any) -> None:
@@ -49,38 +46,6 @@ def test_what_is_no_address_is_refused_without_its_credentials(url: Any) -> None
 )
 def test_addresses_are_kept_without_credentials(url: str, base: str) -> None:
     assert SGLangClient(url).url == base
-
-
-TOLD = f"bad key Bearer {TOKEN} or {TOKEN} or {PASSWORD}"
-ECHOES = {
-    "refused": Reply({"error": {"message": TOLD}}, status=401),
-    "server error": Reply({"error": {"message": TOLD}}, status=503),
-    "error with status 200": Reply({"error": {"message": TOLD}}),
-    "a page": Reply(body=TOLD.encode(), content_type="text/html"),
-    "a redirect": Reply(status=307, headers={"Location": f"http://user:{PASSWORD}@far:1/x?token={TOKEN}"}),
-    "cut off": Reply({"error": TOLD}, cut=20),
-    "hanging": Reply(hang=True),
-}
-
-
-@pytest.mark.parametrize("reply", ECHOES.values(), ids=ECHOES)
-def test_no_failure_and_no_log_shows_credentials(reply: Reply, caplog: pytest.LogCaptureFixture) -> None:
-    async def run(server: FaultyServer) -> None:
-        url = server.url.replace("http://", f"http://user:{PASSWORD}@")
-        options: dict[str, Any] = {"headers": HEADERS, "timeout": 0.3, "retries": Retries(2, 0.0, 0.0)}
-        async with SGLangClient(url, **options) as client:
-            assert PASSWORD not in repr(client) + client.url
-            await client.generate([[1]], ONE)
-
-    with (
-        caplog.at_level(logging.INFO),
-        warnings.catch_warnings(record=True) as caught,
-        FaultyServer(lambda _: reply) as server,
-        pytest.raises(GenerateError) as failed,
-    ):
-        asyncio.run(run(server))
-    text = "".join(traceback.format_exception(failed.value)) + caplog.text + "".join(map(str, caught))
-    assert "sample 0" in text and TOKEN not in text and PASSWORD not in text
 
 
 def test_credentials_reach_the_server_and_not_the_samples() -> None:

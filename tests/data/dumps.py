@@ -179,26 +179,6 @@ def rank(**changed: Any) -> dict[str, Any]:
     return {"rollout_id": 0, "rank": 0, "rollout_data": columns | changed, **pack}
 
 
-def vllm(kind: str) -> list[dict[str, Any]]:
-    made = []
-    for at, (ids, values) in enumerate(zip(RESPONSES, ROLLOUT, strict=True)):
-        tokens = {"tokens": [f"token_id:{token}" for token in ids], "token_logprobs": values}
-        content = [{"token": "t", "logprob": value, "top_logprobs": []} for value in values]
-        completion = {"index": 0, "text": "t", "logprobs": tokens, "finish_reason": "stop"}
-        choice = {"index": 0, "token_ids": ids, "logprobs": {"content": content}, "finish_reason": "length"}
-        chat = {"id": f"chat-{at}", "prompt_token_ids": PROMPTS[at], "choices": [choice]}
-        tops = [{str(t): {"logprob": v, "rank": 1}, "99": {"logprob": -0.1}} for t, v in zip(ids, values, strict=True)]
-        outputs = [{"token_ids": ids, "logprobs": tops, "finish_reason": "stop"}]
-        kinds = {
-            "completion": {"id": f"cmpl-{at}", "choices": [{**completion, "prompt_token_ids": PROMPTS[at]}]},
-            "chat": chat,
-            "output": {"request_id": str(at), "prompt_token_ids": PROMPTS[at], "outputs": outputs},
-            "batch": {"custom_id": f"c{at}", "response": {"status_code": 200, "body": chat}, "error": None},
-        }
-        made.append(kinds[kind])
-    return made
-
-
 def loop(**changed: Any) -> dict[str, Any]:
     """Ragged columns of an own loop; None leaves one out."""
     columns = {"response_ids": RESPONSES, "rollout_log_probs": ROLLOUT, "train_logprobs": TRAIN, **changed}

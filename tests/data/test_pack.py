@@ -16,7 +16,7 @@ from mismatch_plugin.data.pack import pack, sampling_mask
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.versions import WeightSpan, spans_of
 from mismatch_plugin.log_probs import vocab_parallel_log_probs
-from mismatch_plugin.sglang.replies import parse_exchange
+from mismatch_plugin.sglang.replies import parse_generate
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "sglang_generate"
 
@@ -150,7 +150,7 @@ def test_versions_arrive_by_number_or_as_they_are_numbered() -> None:
     with pytest.raises(ValueError, match=r"lacks weight versions .'latest'."):
         pack([latest], version_numbers={"other": 4})
     logged = json.loads((FIXTURES / "weights_updated_in_flight.json").read_text())
-    (flight,) = parse_exchange(logged["request"], logged["response"])
+    flight = parse_generate(logged["response"], logged["request"]["input_ids"])
     assert versions_of([flight]) == [-1] * 163 + [2] * 237
     # Tool tokens need no version, but sampled ones do.
     both = sampled([-1.0, None, -1.0], loss_mask=[1, 0, 1], weight_versions=spans(("3", 0, 1), ("4", 2, 3)))
@@ -217,7 +217,7 @@ def test_replaying_the_kept_ids_takes_the_bias_away() -> None:
         warnings.simplefilter("error")
         packed = pack([drawn])
     torch.testing.assert_close(packed.rollout_log_probs, train, rtol=0, atol=1e-6)
-    with pytest.warns(mp.MismatchWarning, match="top_k=3 without the sampling mask"):
+    with pytest.warns(mp.MismatchWarning, match="top_k 3 without a sampling mask.*does not show it"):
         packed = pack([drawn.replace(kept_ids=None, behaviour_log_probs=None)])
     assert packed.rollout_log_probs is not None and bool((packed.rollout_log_probs < train - 0.01).all())
     with pytest.warns(mp.MismatchWarning, match="top_k 3 without a sampling mask.*rollout_is_ratio_mean shows it"):

@@ -1,4 +1,4 @@
-"""Sampling parameters: to SGLang and back, what is refused, and the bias that they leave in log-probs."""
+"""Sampling parameters: to SGLang, what is refused, and the bias that they leave in log-probs."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ SLIME = {
 """The sampling parameters of a slime rollout, as it builds them."""
 
 
-def test_sampling_goes_to_sglang_in_full_and_comes_back() -> None:
+def test_sampling_goes_to_sglang_in_full() -> None:
     sampling = SamplingParameters(temperature=0.7, top_p=0.9, top_k=40, max_new_tokens=8, stop_token_ids=(3,), seed=5)
     sent = sampling.to_sglang()
     assert sent["sampling_seed"] == 5 and sent["stop_token_ids"] == [3] and sent["min_p"] == 0.0
-    assert SamplingParameters.from_sglang(sent) == sampling
     # null would lift the bound that absence leaves at the server's default
     assert "max_new_tokens" not in SamplingParameters().to_sglang()
     assert SamplingParameters(top_k=SGLANG_TOP_K_OFF).top_k == -1
-    assert SamplingParameters.from_sglang(None) == SamplingParameters()
-    for read in (SamplingParameters.from_sglang(SLIME), SamplingParameters.model_validate(SLIME)):
-        sent = read.to_sglang()
-        assert {name: sent.get(name) for name in SLIME} == SLIME and SamplingParameters.from_sglang(sent) == read
-        assert remaining_bias(read, has_kept_ids=False) == ""
+    of_slime = SamplingParameters.model_validate(SLIME)
+    sent = of_slime.to_sglang()
+    assert {name: sent.get(name) for name in SLIME} == SLIME
+    assert remaining_bias(of_slime, renormalised=False, replayed=False) == ""
 
 
 UNSEEN = "is .*neither the returned log-probs nor the training side know"
@@ -47,7 +45,7 @@ UNSEEN = "is .*neither the returned log-probs nor the training side know"
 )  # fmt: skip
 def test_what_changes_the_distribution_unseen_is_refused(name: str, value: Any, says: str) -> None:
     with pytest.raises(ValidationError, match=rf"(?s){name}.*{says}"):
-        SamplingParameters.from_sglang({name: value})
+        SamplingParameters.model_validate({name: value})
 
 
 @pytest.mark.parametrize(
@@ -63,7 +61,7 @@ def test_what_changes_the_distribution_unseen_is_refused(name: str, value: Any, 
 def test_greedy_is_what_sglang_takes_for_it(given: dict[str, Any], greedy: bool, temperature: float) -> None:
     sampling = SamplingParameters(**given)
     assert (sampling.greedy, sampling.log_prob_temperature) == (greedy, temperature)
-    note = remaining_bias(sampling, has_kept_ids=True)
+    note = remaining_bias(sampling, renormalised=True, replayed=True)
     assert ("at temperature 1, whatever temperature was asked for" in note) == greedy
 
 
@@ -71,7 +69,7 @@ def test_greedy_is_what_sglang_takes_for_it(given: dict[str, Any], greedy: bool,
     ("given", "has_kept_ids", "says"),
     [
         ({"temperature": 0.6}, False, ""),
-        ({"top_p": 0.9, "top_k": 5, "min_p": 0.1}, False, "top_p=0.9, top_k=5, min_p=0.1 without the sampling mask"),
+        ({"top_p": 0.9, "top_k": 5, "min_p": 0.1}, False, "top_p 0.9, top_k 5, min_p 0.1 without a sampling mask"),
         ({"top_p": 0.9, "top_k": 5}, True, ""),
         ({"repetition_penalty": 1.1}, True, "penalties are part"),
         ({"min_new_tokens": 4}, False, "min_new_tokens=4 forbids"),
@@ -80,5 +78,5 @@ def test_greedy_is_what_sglang_takes_for_it(given: dict[str, Any], greedy: bool,
     ],
 )
 def test_the_bias_that_remains_is_said(given: dict[str, Any], has_kept_ids: bool, says: str) -> None:
-    note = remaining_bias(SamplingParameters(**given), has_kept_ids=has_kept_ids)
+    note = remaining_bias(SamplingParameters(**given), renormalised=has_kept_ids, replayed=has_kept_ids)
     assert note.startswith(says) and bool(note) == bool(says)

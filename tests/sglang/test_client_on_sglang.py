@@ -39,15 +39,12 @@ def test_the_last_id_of_the_vocabulary_is_rescored(float32_server: CpuServer, vo
     sequence = [1, LAST, 2, LAST, 0, 3]
     scored = call(float32_server, lambda client: client.rescore([sequence]), vocab_size=vocab_size)[0]
     assert is_null(scored).tolist() == [True, *[False] * 5] and (scored[1:] < 0).all()
-    # The same tokens one after the other: the log-prob of each is that of the top ones after its prefix.
-    one = SamplingParameters(max_new_tokens=1, ignore_eos=True)
-
-    async def after(client: SGLangClient) -> dict[int, float]:
-        (record,) = await client.generate([[1]], one, top_log_probs=VOCAB)
-        assert record.top_log_probs is not None
-        return {token: value for value, token in record.top_log_probs[0]}
-
-    assert scored[1] == pytest.approx(call(float32_server, after)[LAST], abs=SAME)
+    # It is among the top ones after its prefix.
+    sampling = {"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True}
+    body = {"input_ids": [1], "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": VOCAB}
+    reply = httpx.post(float32_server.url + "/generate", json=body, timeout=60).raise_for_status().json()
+    top = {token: value for value, token, _ in reply["meta_info"]["output_top_logprobs"][0]}
+    assert scored[1] == pytest.approx(top[LAST], abs=SAME)
 
 
 @pytest.mark.parametrize(
@@ -57,9 +54,8 @@ def test_greedy_log_probs_are_those_of_temperature_1(float32_server: CpuServer, 
     sampling = SamplingParameters.model_validate({**asked, "max_new_tokens": 6, "ignore_eos": True})
 
     async def both(client: SGLangClient) -> None:
-        (record,) = await client.generate([[1, 2, 3]], sampling, top_log_probs=1)
+        (record,) = await client.generate([[1, 2, 3]], sampling)
         assert record.sampling.greedy and record.sampling.log_prob_temperature == 1.0
-        assert [row[0][1] for row in record.top_log_probs or ()] == record.response_ids.tolist()  # always the likeliest
         (scored,) = await client.rescore([[*record.prompt_ids, *record.response_ids]])
         assert record.rollout_log_probs == pytest.approx(scored[3:], abs=SAME)
 

@@ -106,7 +106,7 @@ def test_stale_caches_show_without_the_plugin(bare: CpuServer, tmp_path: Path, s
         state, version = moved(step, size), f"step-{step}"
         send(bare, moved(step - 1, size), f"step-{step - 1}")
         run(bare, lambda client: client.generate(SHARED[:1], MEDIUM))
-        send(bare, state, version, flush_cache=flushed)
+        tiny.session(bare, state, weight_version=version, flush_cache=flushed)
         records = scored(run(bare, lambda client: client.generate(prompts, MEDIUM)), state, version)
         assert all(record.served is None for record in records)
         assert len(PREFIX) in {record.cached_tokens for record in records[::2]}

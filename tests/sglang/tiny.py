@@ -73,12 +73,8 @@ def sample(server: CpuServer, sampling: SamplingParameters = SHORT, count: int =
     return run(server, lambda client: client.generate(PROMPTS[:count], sampling))
 
 
-def send(server: CpuServer, state: State, version: str, verify: bool = True, **options: Any) -> None:
-    run(
-        server,
-        lambda client: client.update_weights_from_tensors(state, version, **options),
-        verify_updates=verify,
-    )
+def send(server: CpuServer, state: State, version: str, verify: bool = True) -> None:
+    run(server, lambda client: client.update_weights_from_tensors(state, version), verify_updates=verify)
 
 
 def served(record: Sample) -> Any:
@@ -107,6 +103,13 @@ def session(server: CpuServer, *ranks: State, **options: Any) -> None:
     for path, told in (("begin", {}), ("update_weights_from_tensor", {**body, **options}), ("end", {})):
         path = path if told else f"{path}_weight_update"
         assert order(server, path, told)["success"] is True
+
+
+def in_place(server: CpuServer, state: State, version: str) -> None:
+    """An update under requests that keep their keys and values."""
+    order(server, "pause_generation", {"mode": "in_place"})
+    session(server, state, weight_version=version, flush_cache=False)
+    order(server, "continue_generation", {})
 
 
 GROUP = {"group_name": "weight_update_group"}

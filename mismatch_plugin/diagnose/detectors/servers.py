@@ -48,14 +48,14 @@ class Rescored(NamedTuple):
 def workers_of(url: str) -> list[str]:
     """The workers behind a router (SGLang's `/workers`, slime's and older `/list_workers`), without the `@rank` of one
     that routes to data-parallel ranks; else the URL itself."""
-    from mismatch_plugin.sglang.http import RequestError, Retries, Server
+    from mismatch_plugin.sglang.http import RequestError, Server
 
     async def ask() -> list[str]:
         server = Server(url, timeout=ROUTER_TIMEOUT, connect_timeout=ROUTER_TIMEOUT)
         try:
             for path in ("/workers", "/list_workers"):
                 try:
-                    told = (await server.call("GET", path, retries=Retries(attempts=1), timeout=ROUTER_TIMEOUT)).json
+                    told = (await server.call("GET", path, timeout=ROUTER_TIMEOUT)).json
                 except RequestError as error:
                     if error.kind == "connection":
                         break

@@ -178,7 +178,7 @@ def test_samples_keep_the_log_probs_that_fit_and_say_what_is_biased() -> None:
     assert packed.rollout_log_probs is not None and packed.rollout_log_probs.tolist() == [-0.5, 0.0]
     assert packed.weight_versions is not None and packed.weight_versions.tolist() == [3, 4]
     assert packed.trainer_version == 4
-    with pytest.warns(mp.MismatchWarning, match="top_p=0.9 without the sampling mask"):
+    with pytest.warns(mp.MismatchWarning, match="top_p 0.9 without a sampling mask"):
         packed = make_batch([SAMPLE.replace(sampling={"top_p": 0.9})]).packed
     assert packed.rollout_log_probs is not None and packed.rollout_log_probs.tolist() == VALUES
     mask = make_batch([MASKED.replace(loss_mask=[0, 1], kept_ids=[[], [3, 4]])]).sampling_mask
