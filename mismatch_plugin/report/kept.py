@@ -78,7 +78,7 @@ def keeps(config: MismatchConfig) -> str:
         return "all"
     found = [largest_kl(config, length) for length in LENGTHS]
     if any(kl is None for kl in found):
-        return "depends on probabilities or advantages"
+        return "not computed"
     shown = ["0.1 and more" if kl == LARGEST_KL else f"{kl:g}" for kl in found]
     if len(set(shown)) == 1:
         return f"KL to {shown[0]}"
