@@ -55,9 +55,9 @@ PANELS: tuple[tuple[str, str, How], ...] = (
 
 
 def write_report(folder: Path) -> str:
-    """Write FOLDER/report.html, summary.json and collapse.png, whatever it holds; returns the table for a terminal.
+    """Write FOLDER/report.html, summary.json and collapse.png of what there is; returns the table for a terminal.
 
-    Raises FileNotFoundError without a folder."""
+    Raises OSError or ValueError where no run.json says what the folder holds."""
     found = read_folder(folder)
     results, measure = summarise(found), found.measure()
     table = final_table(results)

@@ -139,7 +139,7 @@ REFUSED = [
     ("--mismatch-rollout-kl-type k3", "--mismatch-rollout-kl-type k3 changes nothing without"),
     ("--mismatch-rollout-kl-coef 0.1 --mismatch-rollout-kl-on accepted", "on accepted needs something that rejects"),
     ("--mismatch-dry-run", "--mismatch-dry-run has nothing to try: there is no --use-tis, criterion or veto"),
-    ("--rs-policy current", "--rs-policy current needs --rs-criterion or --rs-veto-threshold to judge: leave --rs-policy out or change --rs-c"),
+    ("--rs-policy current", "--rs-policy current needs --rs-criterion or --rs-veto-threshold to judge: leave"),
     (f"--use-rollout-log-probs --rs-policy current {CRITERION}", "--rs-policy current changes nothing in algorithm 1"),
     ("--rs-group exclude", "--rs-group exclude needs something that rejects"),
     (f"--rs-group exclude --rs-min-group 3 {CRITERION}", "--rs-min-group 3 changes nothing without --rs-group drop"),
@@ -186,7 +186,6 @@ REFUSED = [
     ("--mismatch-explain-only", "--mismatch-explain-only is for a launch line, leave it out."),
     ("--mismatch-preset pg_rs --tis-upper-bound 3", "--tis-upper-bound 3 changes nothing at --tis-level none"),
     ("--mismatch-config nowhere.yaml", "configuration file nowhere.yaml does not exist: check the path given."),
-    ("tis_level: 1", 'setting tis_level is one of a section: write tis={"level": …}.'),
 ]  # fmt: skip
 
 
