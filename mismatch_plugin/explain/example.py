@@ -69,7 +69,7 @@ def batch_for(config: MismatchConfig) -> PackedSequences:
 def explain_table() -> Table:
     """Input, then one row a setting: the weight of every token, and which tokens leave the loss."""
     inputs = [[f"{token[place]:.3g}" for row in _ROWS for token in row] for place in (0, 1)]
-    rows = [("π_rollout", *inputs[0]), ("π_train", *inputs[1])]
+    rows: list[tuple[str, ...]] = [("π_rollout", *inputs[0]), ("π_train", *inputs[1])]
     for level in LEVELS:
         # An upper bound of inf leaves the aggregated ratio as it is.
         rows.append(_weights(f"{level}: ratio", level, "truncate", math.inf))
