@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mismatch_plugin.compare.report import EVIDENCE, cell, conclusion, final_table, read_evidence, survivors
-from mismatch_plugin.compare.statistics import Results, read_folder, summarise
+from mismatch_plugin.compare.report import cell, conclusion, final_table, listed
+from mismatch_plugin.compare.statistics import LEVEL, Results, Variant, judged, read_folder, summarise
 from mismatch_plugin.files import write_whole
 from mismatch_plugin.report.table import Table, number, p_value, signed
 
-FOLDER = EVIDENCE.parent
+FOLDER = Path(__file__).parents[1] / "examples" / "compare"
+EVIDENCE = FOLDER / "evidence.json"
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,39 @@ def summary() -> dict[str, Any]:
 
 @cache
 def band() -> dict[str, Results]:
-    """Results by the factor of the learning rate; those of `1` are of all 24 seeds."""
-    return read_evidence(EVIDENCE)
+    """Factor of the learning rate (`1`, of all 24 seeds, is the first) → results."""
+    found: dict[str, Results] = {}
+    for rate, settings in json.loads(EVIDENCE.read_text(encoding="utf-8"))["rates"].items():
+        for setting, kept in settings.items():
+            variants = []
+            for name, of in kept.items():
+                finals = dict(zip(of["seeds"], of["finals"], strict=True))
+                variants.append(Variant(name, finals, {seed: seed in of["collapsed"] for seed in finals}))
+            found.setdefault(rate, {})[setting] = judged(variants)
+    return found
+
+
+def survivors(band: Mapping[str, Results]) -> list[str]:
+    """What holds at every learning rate: differences that are significant at × 1, and the order of the means."""
+    first, others, told = band["1"], {rate: of for rate, of in band.items() if rate != "1"}, list[str]()
+    for verdict, what in (("better", "Gains"), ("worse", "Losses")):
+        found: dict[bool, dict[str, list[str]]] = {True: {}, False: {}}
+        for setting, name in [(s, name) for s in first for name, v in first[s].items() if v.verdict == verdict]:
+            at = [d for of in others.values() if (d := of[setting][name].difference)]
+            held = all(d.p < LEVEL and (d.mean > 0) == (verdict == "better") for d in at)
+            found[held].setdefault(name, []).append(setting)
+        rates = f"× {' and × '.join(sorted(others, key=float))} (same sign, p < {LEVEL} at each)"
+        for held, how in ((True, f"hold at {rates}"), (False, "not at each of these")):
+            if where := [f"{name} in {listed(settings)}" for name, settings in found[held].items()]:
+                told.append(f"{what} that are significant at × 1 and {how}: {'; '.join(where)}.")
+    most, groups, start = max(first, key=lambda s: len(first[s])), list[str](), 0
+    orders = [sorted(first[most], key=lambda name: -of[most][name].mean) for of in band.values()]
+    for end in range(1, len(orders[0]) + 1):
+        if len({frozenset(order[:end]) for order in orders}) == 1:
+            group, start = orders[0][start:end], end
+            groups.append(group[0] if len(group) == 1 else f"({', '.join(group)})")
+    inside = "; inside brackets it changes" if any("(" in group for group in groups) else ""
+    return [*told, f"Order of the means in {most} at every rate: {' > '.join(groups)}{inside}."]
 
 
 def write_evidence(runs: dict[str, list[Path]]) -> None:
@@ -92,8 +124,13 @@ def collapse_table() -> Table:
 def band_table() -> Table:
     """Every variant at every learning rate."""
     rates = sorted(band(), key=float)
+
+    def shown(rate: str, setting: str, name: str) -> str:
+        text = cell(band()[rate][setting].get(name))
+        return text if rate == "1" else text.replace(" ▲", "").replace(" ▼", "")
+
     rows = [
-        (setting, name, *(cell(band()[rate][setting].get(name), rate == "1") for rate in rates))
+        (setting, name, *(shown(rate, setting, name) for rate in rates))
         for setting, of in band()["1"].items()
         for name in of
     ]

@@ -31,4 +31,6 @@ def main(entity: str, project: str, prefix: str = "") -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) not in (3, 4):
+        sys.exit(f"usage: python {sys.argv[0]} ENTITY PROJECT [PREFIX]")
     main(*sys.argv[1:])

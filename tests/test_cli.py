@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import mismatch_plugin
 from mismatch_plugin.cli import app
 from mismatch_plugin.config.presets import PRESETS
-from mismatch_plugin.explain.example import example_tables
+from mismatch_plugin.explain.example import explain_table
 from mismatch_plugin.report.presets import preset_table, presets_table
 
 
@@ -43,10 +43,10 @@ def test_what_is_unknown_is_refused(line: str, said: str):
 
 
 def test_explain_is_the_example():
-    assert output_of("explain", "--markdown") == "\n".join(table.to_markdown() for table in example_tables())
+    assert output_of("explain", "--markdown") == explain_table().to_markdown()
     screen = output_of("explain", columns=80)
     assert "sequence: mask" in screen and "2.12" in screen and max(map(len, screen.splitlines())) <= 80
-    assert all(note in " ".join(screen.split()) for table in example_tables() for note in table.notes)
+    assert all(note in " ".join(screen.split()) for note in explain_table().notes)
 
 
 def test_presets_are_listed_and_each_shows_all_its_settings():

@@ -12,10 +12,11 @@ import pytest
 pytest.importorskip("scipy", reason="the comparison's statistics need scipy (extra lab)")
 pytest.importorskip("matplotlib", reason="the report needs matplotlib (extra lab)")
 
-from ci.compare import FOLDER, band, summary
+from ci.compare import FOLDER, band, summary, survivors
 from mismatch_plugin.compare import experiments
 from mismatch_plugin.compare.statistics import Results, judged, paired_difference
 from mismatch_plugin.diagnose.recommend import RULES
+from tests.compare.synthetic import outcome
 
 DOCS = " ".join((FOLDER.parents[1] / "docs" / "compare.md").read_text(encoding="utf-8").split())
 RULE = {rule.name: rule.reason for rule in RULES}
@@ -162,3 +163,17 @@ def test_the_mechanism_s_numbers() -> None:
     assert not any(words in DOCS for words in mechanism_words(other))
     rejected = summary()["settings"]["int2"]["variants"]["geo_rs_token_tis"]["mechanism"]["rejected"]
     assert "it rejects four fifths of the tokens" in DOCS and 0.75 <= rejected <= 0.85
+
+
+def test_what_survives_the_band_is_what_holds_at_every_rate() -> None:
+    one = {"b": {"PPO": 0.5, "x": 0.9, "y": 0.8, "z": 0.7, "w": 0.2}}
+    other = {"b": {"PPO": 0.5, "x": 0.9, "y": 0.5, "z": 0.6, "w": 0.2}}
+    band = {"1": outcome(one), "0.7": outcome(one, n=6), "1.4": outcome(other, n=6)}
+    said = [
+        "Gains that are significant at × 1 and hold at × 0.7 and × 1.4 (same sign, p < 0.05 at each): x in b; z in b.",
+        "Gains that are significant at × 1 and not at each of these: y in b.",
+        "Losses that are significant at × 1 and hold at × 0.7 and × 1.4 (same sign, p < 0.05 at each): w in b.",
+        "Order of the means in b at every rate: x > (y, z, PPO) > w; inside brackets it changes.",
+    ]
+    assert survivors(band) == said
+    assert "x in b" not in survivors({**band, "1.4": outcome({"b": {**other["b"], "x": 0.2}}, n=6)})[0]

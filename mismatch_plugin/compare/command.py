@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -94,7 +94,6 @@ def compare(
     workers: Annotated[int, typer.Option(min=0, help="Processes side by side; 0: one a core.")] = 0,
     output: Annotated[Path, typer.Option(help="Folder of the runs and their report.")] = Path("runs/compare"),
     resume: Annotated[bool, typer.Option(help="Go on with the runs in that folder.")] = False,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard events of every run.")] = False,
 ) -> None:  # fmt: skip
     """Train a small model under each algorithm and mismatch, and write a report.
 
@@ -103,8 +102,7 @@ def compare(
     Ctrl-C leaves a report of what is there; --resume goes on.
     """
     try:
-        needed = ["matplotlib", "jinja2", "scipy", *(["tensorboard"] if tensorboard else [])]
-        if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        if missing := [name for name in ("matplotlib", "jinja2", "scipy") if importlib.util.find_spec(name) is None]:
             raise ValueError(f"{', '.join(missing)} cannot be imported: pip install 'mismatch-plugin[lab]'.")
         given = [*(lab or ()), *([] if steps is None else [f"steps={steps}"])]
         chosen = choose(_listed(algorithms), seeds, first_seed, _listed(settings), given, full, quick)
@@ -125,8 +123,6 @@ def compare(
         stopped = True
         typer.echo("stopped; writing a report of what is there")
     try:
-        if tensorboard:
-            write_events([run for block in planned for run in block])
         typer.echo(write_report(output))
     except OSError as error:  # the runs are there, the room for a page may not be
         failures.append(f"report: {error}")
@@ -300,20 +296,6 @@ def run_block(block: Block, warm: Path, report: Callable[[int], None]) -> None:
     for run, live in zip(block, runs.optimizer.live.tolist(), strict=True):
         outcome = {"status": "finished" if live else "diverged", "step": settings.steps, "cpu_seconds": seconds}
         write_whole(run.folder / DONE, to_json(outcome, indent=2) + "\n")
-
-
-def write_events(runs: Iterable[Run]) -> None:
-    """TensorBoard events next to each run's metrics, from its file, once."""
-    from torch.utils.tensorboard.writer import SummaryWriter
-
-    for run in runs:
-        if run.finished and not (run.folder / "events").exists():
-            with SummaryWriter(str(run.folder / "events")) as writer:
-                for line in (run.folder / METRICS).read_text().splitlines():
-                    record = json.loads(line)
-                    for name, value in {**record, **record.get("metrics", {})}.items():
-                        if isinstance(value, float):
-                            writer.add_scalar(name, value, record["step"])
 
 
 def run_all(planned: Sequence[Block], warm: Path, workers: int) -> list[str]:

@@ -28,7 +28,6 @@ from mismatch_plugin.compare.statistics import (
     Results,
     Run,
     Variant,
-    judged,
     mapping,
     read_folder,
     summarise,
@@ -42,8 +41,6 @@ from mismatch_plugin.report.table import NOTHING, Table, figure, number, p_value
 from mismatch_plugin.report.templates import environment
 from mismatch_plugin.report.terminal import terminal
 
-EVIDENCE = Path(__file__).parents[2] / "examples" / "compare" / "evidence.json"
-"""Of a checkout: final values on 24 seeds and at other learning rates, run once (`python -m ci.compare` wrote it)."""
 PALETTE = ("#000000", "#D55E00", "#0072B2", "#009E73", "#E69F00", "#CC79A7", "#6B3A00", "#7F7F7F")
 DASHES = ("", "6 1.5", "1.5 1", "6 1.5 1 1.5", "3 1.2", "6 1 1 1 1 1", "10 3", "2 3")
 """Of the variants in order: colours of Okabe and Ito, which any colour vision tells apart, dashes for a grey print."""
@@ -58,16 +55,15 @@ PANELS: tuple[tuple[str, str, How], ...] = (
 
 
 def write_report(folder: Path) -> str:
-    """Write FOLDER/report.html, summary.json and collapse.png, whatever it holds; returns the table for a terminal.
+    """Write FOLDER/report.html, summary.json and collapse.png of what there is; returns the table for a terminal.
 
-    Raises FileNotFoundError without a folder."""
+    Raises OSError or ValueError where no run.json says what the folder holds."""
     found = read_folder(folder)
     results, measure = summarise(found), found.measure()
     table = final_table(results)
     names = [row[0] for row in table.rows]
     compared = any(v.finals for variants in results.values() for v in variants.values())
     chosen = focus(results) if compared else ""
-    band = read_evidence(EVIDENCE) if compared and EVIDENCE.exists() else {}
     panel = partial(_panel, folder=found, names=names)
     outcomes = {s: _svg(partial(panel, setting=s, column=measure)) for s in results} if measure else {}
     measured = [
@@ -95,8 +91,6 @@ def write_report(folder: Path) -> str:
         outcomes=outcomes,
         chosen=chosen,
         measured=measured,
-        band=band,
-        survivors=survivors(band) if band else [],
         version=mismatch_plugin.__version__,
     )
     write_whole(folder / "report.html", encodable(page))
@@ -106,11 +100,11 @@ def write_report(folder: Path) -> str:
     return text.get()
 
 
-def cell(variant: Variant | None, marked: bool = True) -> str:
+def cell(variant: Variant | None) -> str:
     """Mean final value, ▲ or ▼ where it differs significantly from PPO, and (c/n) where c of n runs collapsed."""
     if variant is None or not variant.finals:
         return NOTHING
-    mark = {"better": " ▲", "worse": " ▼"}.get(variant.verdict, "") if marked else ""
+    mark = {"better": " ▲", "worse": " ▼"}.get(variant.verdict, "")
     return f"{variant.mean:.2f}{mark}" + (f" ({variant.fell}/{len(variant.collapsed)})" if variant.fell else "")
 
 
@@ -147,53 +141,17 @@ def conclusion(results: Results) -> list[str]:
         if ran:
             groups.setdefault((ran, better, worse), []).append(name)
     for (ran, better, worse), names in sorted(groups.items(), key=lambda group: (-len(group[0][0]), len(group[0][2]))):
-        who, were = _list(names), "was" if len(names) == 1 else "were"
+        who, were = listed(names), "was" if len(names) == 1 else "were"
         if len(ran) == 1:
             what = "gained" if better else f"{were} significantly worse" if worse else "made no significant difference"
             told.append(f"{who} ran in {ran[0]} alone and {what} there.")
             continue
         ends = [f"{s} ({number(results[s][names[0]].mean, 2)}, PPO {number(base[s].mean, 2)})" for s in worse]
-        lost = f"{len(worse)}: {_list(ends if len(names) == 1 else worse)}" if worse else "none"
+        lost = f"{len(worse)}: {listed(ends if len(names) == 1 else worse)}" if worse else "none"
         told.append(f"{who} gained in {_of(better, ran)} and {were} significantly worse in {lost}.")
     means = {s: [v.mean for v in results[s].values() if v.finals] for s in base}
     alike = [f"{s} ({number(base[s].mean, 2)})" for s, of in means.items() if len(of) > 1 and max(of) - min(of) <= 0.02]
-    return [*told, *([f"All algorithms end within 0.02 of each other in {_list(alike)}."] if alike else [])]
-
-
-def survivors(band: Mapping[str, Results]) -> list[str]:
-    """What holds at every learning rate: differences that are significant at × 1, and the order of the means."""
-    first, others, told = band["1"], {rate: of for rate, of in band.items() if rate != "1"}, list[str]()
-    for verdict, what in (("better", "Gains"), ("worse", "Losses")):
-        found: dict[bool, dict[str, list[str]]] = {True: {}, False: {}}
-        for setting, name in [(s, name) for s in first for name, v in first[s].items() if v.verdict == verdict]:
-            at = [d for of in others.values() if (d := of[setting][name].difference)]
-            held = all(d.p < LEVEL and (d.mean > 0) == (verdict == "better") for d in at)
-            found[held].setdefault(name, []).append(setting)
-        rates = f"× {' and × '.join(sorted(others, key=float))} (same sign, p < {LEVEL} at each)"
-        for held, how in ((True, f"hold at {rates}"), (False, "not at each of these")):
-            if where := [f"{name} in {_list(settings)}" for name, settings in found[held].items()]:
-                told.append(f"{what} that are significant at × 1 and {how}: {'; '.join(where)}.")
-    most, groups, start = max(first, key=lambda s: len(first[s])), list[str](), 0
-    orders = [sorted(first[most], key=lambda name: -of[most][name].mean) for of in band.values()]
-    for end in range(1, len(orders[0]) + 1):
-        if len({frozenset(order[:end]) for order in orders}) == 1:
-            group, start = orders[0][start:end], end
-            groups.append(group[0] if len(group) == 1 else f"({', '.join(group)})")
-    inside = "; inside brackets it changes" if any("(" in group for group in groups) else ""
-    return [*told, f"Order of the means in {most} at every rate: {' > '.join(groups)}{inside}."]
-
-
-def read_evidence(path: Path) -> dict[str, Results]:
-    """Factor of the learning rate (`1`, with all seeds, is the first) → results."""
-    band: dict[str, Results] = {}
-    for rate, settings in json.loads(path.read_text(encoding="utf-8"))["rates"].items():
-        for setting, kept in settings.items():
-            variants = []
-            for name, of in kept.items():
-                finals = dict(zip(of["seeds"], of["finals"], strict=True))
-                variants.append(Variant(name, finals, {seed: seed in of["collapsed"] for seed in finals}))
-            band.setdefault(rate, {})[setting] = judged(variants)
-    return band
+    return [*told, *([f"All algorithms end within 0.02 of each other in {listed(alike)}."] if alike else [])]
 
 
 def _about(folder: Folder, measure: str | None) -> list[str]:
@@ -321,8 +279,9 @@ def _figures(of: Variant) -> dict[str, Any]:
 
 def _of(some: Sequence[str], among: Mapping[str, Any] | Sequence[str]) -> str:
     """`2 of 6 settings (a and b)`."""
-    return f"{len(some) or 'none'} of {len(among)} settings" + (f" ({_list(some)})" if some else "")
+    return f"{len(some) or 'none'} of {len(among)} settings" + (f" ({listed(some)})" if some else "")
 
 
-def _list(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """`a, b and c`."""
     return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else "".join(names)

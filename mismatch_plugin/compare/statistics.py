@@ -160,37 +160,29 @@ class Folder:
 
 
 def read_folder(root: Path) -> Folder:
-    """Read a run folder. What is missing or cut is skipped and said. Raises FileNotFoundError without a folder."""
-    if not root.is_dir():
-        raise FileNotFoundError(f"{root} is no folder: give the folder that compare wrote its runs to.")
-    info, missing = _read_json(root / "run.json") or {}, list[str]()
-    if not info:
-        missing.append("run.json is missing or damaged: settings, variants and seeds are those found in the folder.")
-    plan = {setting: _texts(labels) for setting, labels in mapping(info.get("plan")).items()}
-    labels = {label.replace(":", "_"): label for many in plan.values() for label in many}
+    """Read a run folder. What is missing or cut is skipped and said; OSError, ValueError without a whole run.json."""
+    info, missing = read_json_object(root / "run.json"), list[str]()
+    plan: dict[str, list[str]] = info.get("plan", {})  # runs that were collected have none
     runs: dict[tuple[str, str, int], Run] = {}
     started: dict[tuple[str, str, int], None] = {}
     for folder in sorted(root.glob("*/*/seed*")):
         if not (number := folder.name.removeprefix("seed")).isdecimal():
             continue
         config = _read_json(folder / "config.json") or {}
-        variant = str(config.get("variant") or labels.get(folder.parent.name, folder.parent.name))
-        key = (folder.parent.parent.name, variant, int(number))
+        key = (folder.parent.parent.name, str(config.get("variant") or folder.parent.name), int(number))
         started[key] = None
         run, notes = _read_run(folder, config)
         missing += [f"{key[0]}, {key[1]}, seed {key[2]}: {note}" for note in notes]
         if run is not None:
             runs[key] = run
-    seeds = info.get("seeds")
-    asked = [seed for seed in seeds if isinstance(seed, int)] if isinstance(seeds, list) else []
     variants: dict[str, tuple[str, ...]] = {}
-    for setting in dict.fromkeys([*_texts(info.get("settings")), *plan, *(key[0] for key in started)]):
-        variants[setting] = tuple(dict.fromkeys([*plan.get(setting, []), *(v for s, v, _ in started if s == setting)]))
-        for variant in plan.get(setting, []):
-            if absent := [str(seed) for seed in asked if (setting, variant, seed) not in started]:
+    for setting in info["settings"]:
+        planned = plan.get(setting, [])
+        variants[setting] = tuple(dict.fromkeys([*planned, *(v for s, v, _ in started if s == setting)]))
+        for variant in planned:
+            if absent := [str(seed) for seed in info["seeds"] if (setting, variant, seed) not in started]:
                 missing.append(f"{setting}, {variant}: seed{'s' * (len(absent) > 1)} {', '.join(absent)} not started.")
-    found = tuple(dict.fromkeys([*asked, *sorted({seed for _, _, seed in started})]))
-    return Folder(info, variants, found, runs, tuple(missing))
+    return Folder(info, variants, tuple(info["seeds"]), runs, tuple(missing))
 
 
 def _read_run(folder: Path, config: dict[str, Any]) -> tuple[Run | None, list[str]]:
@@ -243,10 +235,6 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 def mapping(value: Any) -> dict[str, Any]:
     """A JSON object as it is; of anything else an empty one."""
     return value if isinstance(value, dict) else {}
-
-
-def _texts(value: Any) -> list[str]:
-    return [str(entry) for entry in value] if isinstance(value, list) else []
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, PrivateAttr, ValidationError, ValidationInfo, model_validator
 
 from mismatch_plugin.config.documents import read_mapping
-from mismatch_plugin.config.fields import flag_names, leaf_fields, plain_error
+from mismatch_plugin.config.fields import flag_names, plain_error
 from mismatch_plugin.config.flags import add_arguments, given_flags
 from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.rules import notes_on
@@ -53,16 +53,6 @@ class MismatchConfig(Settings):
 
     def __hash__(self) -> int:
         return hash(tuple(self.__dict__.values()))
-
-    @model_validator(mode="before")
-    @classmethod
-    def _nested(cls, data: Any, info: ValidationInfo) -> Any:
-        """`tis_level="token"` is a setting of a section: say how it is written. (`build` has a sentence of its own.)"""
-        leaves = {leaf.path.replace(".", "_"): leaf.path for leaf in leaf_fields(cls) if "." in leaf.path}
-        for name in leaves.keys() & data if isinstance(data, Mapping) and info.context is None else ():
-            section, _, rest = leaves[name].partition(".")
-            raise ValueError(f'setting {name} is one of a section: write {section}={{"{rest}": …}}.')
-        return data
 
     @model_validator(mode="after")
     def _means_something(self, info: ValidationInfo) -> MismatchConfig:

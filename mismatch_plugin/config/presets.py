@@ -107,48 +107,32 @@ def _weights(level: str, given: Parameters) -> Settings:
     return {"tis": {**tis, "mode": "mask"}, "denominator": "original"} if "lower_bound" in tis else {"tis": tis}
 
 
-def _reject(aggregate: str, statistic: str, given: Parameters) -> Settings:
+def _ratio(aggregate: str, given: Parameters) -> Settings:
     """Rejection of sequences outside rs_threshold; the lower bound of a ratio is its reciprocal unless given."""
-    criterion = {"statistic": statistic, "aggregate": aggregate, **_bounds(given, "rs_threshold")}
-    return {"rs": {"criteria": (criterion,)}}
+    return {"rs": {"criteria": ({"aggregate": aggregate, **_bounds(given, "rs_threshold")},)}}
 
 
-def _criteria(*specs: tuple[str, str, str], condition: str = "any") -> Callable[[Parameters], Settings]:
-    """Criteria of (aggregate, statistic, the parameter that is its upper bound)."""
-    return lambda given: {
-        "rs": {
-            "criteria": tuple(
-                {"aggregate": aggregate, "statistic": statistic, "upper_bound": given[name], "condition": condition}
-                for aggregate, statistic, name in specs
-            )
-        }
-    }
+def _criteria(*specs: str) -> Callable[[Parameters], Settings]:
+    """Criteria as `--rs-criterion` takes them, with the names of parameters in braces."""
+    return lambda given: {"rs": {"criteria": tuple(spec.format_map(given) for spec in specs)}}
 
 
 def _opsm(given: Parameters) -> Settings:
     """mean(log μ − log p) > δ: the geometric mean of ρ below e^−δ."""
     if (delta := number(given["delta"], "delta")) < 0:
         raise ValueError(f"delta of preset opsm is {delta:g}: it should be greater than or equal to 0.")
-    criterion = {"aggregate": "sequence_mean", "statistic": "k1", "condition": "negative"}
-    bounds = {"lower_bound": math.exp(-delta), "upper_bound": math.inf}
-    return {"rs": {"criteria": ({**criterion, **bounds},), "policy": "current"}, "denominator": "original"}
+    return {"rs": {"criteria": (f"sequence_mean:k1:{math.exp(-delta)}:inf@negative",), "policy": "current"}}
 
 
 def _second_moment(given: Parameters) -> Settings:
     """M2PO's bound on the mean of l², which is twice k2."""
     half = number(given["second_moment"], "second_moment") / 2.0
-    return {"rs": {"criteria": ({"statistic": "k2", "upper_bound": half, "mean": half},)}}
+    return {"rs": {"criteria": (f"token:k2:{half}:mean={half}",)}}
 
 
 _TOKEN, _SEQUENCE, _PREFIX = (partial(_weights, level) for level in ("token", "sequence", "prefix"))
-_RATIO, _GEO = partial(_reject, "sequence_sum", "ratio"), partial(_reject, "sequence_mean", "ratio")
-
-
-def _k3(given: Parameters) -> Settings:
-    """Without a "lower_upper" string: k3 has an upper bound alone."""
-    return _reject("sequence_mean", "k3", {**given, "rs_threshold": number(given["rs_threshold"], "rs_threshold")})
-
-
+_PRODUCT, _GEO = partial(_ratio, "sequence_sum"), partial(_ratio, "sequence_mean")
+_K3 = _criteria("sequence_mean:k3:{rs_threshold}")
 _UNWEIGHTED: Settings = {"tis": {"level": "none"}}
 _ORIGINAL: Settings = {"denominator": "original"}
 _EACH_RESPONSE: Settings = {"aggregation": "seq-mean-token-mean"}
@@ -166,10 +150,6 @@ _TOPR: Settings = {
 
 def _veto(given: Parameters) -> Settings:
     return {"rs": {"veto_threshold": given["veto_threshold"]}}
-
-
-def _reject_above(given: Parameters) -> Settings:
-    return _RATIO({"rs_threshold": given["threshold"], "rs_threshold_lower": 0.0})
 
 
 _THRESHOLD: Parameters = {"threshold": 2.0}
@@ -191,10 +171,10 @@ PRESETS = (
         "decoupled PPO, sequence weights truncated above",
         "rewards of whole responses and responses short enough for a product of ratios; unbiased up to the bound only "
         "while π_θ is π_old, on the first mini-batch"),
-    Preset("decoupled_seq_is_rs seq_is_rs", 2, (_SEQUENCE, _RATIO), _IS | _RS_RATIO,
+    Preset("decoupled_seq_is_rs seq_is_rs", 2, (_SEQUENCE, _PRODUCT), _IS | _RS_RATIO,
         "decoupled PPO, truncated sequence weights, sequences outside the bounds rejected",
         "short responses, of which some are outliers (old data, replay buffers)"),
-    Preset("seq_mis", 2, (_SEQUENCE, _reject_above), _THRESHOLD,
+    Preset("seq_mis", 2, (_SEQUENCE, _criteria("sequence_sum:ratio:0:{threshold}")), _THRESHOLD,
         "decoupled PPO, truncated sequence weights, sequences above the bound rejected (no lower bound)",
         "as decoupled_seq_is_rs, where sequences that the trainer finds unlikely should stay"),
     Preset("decoupled_geo_rs geo_rs", 0, (_GEO, _veto), _WITH_VETO,
@@ -221,13 +201,13 @@ PRESETS = (
     Preset("decoupled_geo_rs_seq_tis geo_rs_seq_tis", 2, (_SEQUENCE, _GEO), _IS | _RS_GEO,
         "decoupled PPO, truncated sequence weights, rejection by geometric mean",
         "as decoupled_seq_is, with a filter that does not depend on length"),
-    Preset("decoupled_k3_rs k3_rs", 0, (_k3,), _RS_K3,
+    Preset("decoupled_k3_rs k3_rs", 0, (_K3,), _RS_K3,
         "PPO without weights, rejection by the mean k3 divergence",
         "as decoupled_geo_rs, where drifts of both signs must not cancel"),
-    Preset("decoupled_k3_rs_token_tis k3_rs_token_tis", 2, (_TOKEN, _k3), _IS | _RS_K3,
+    Preset("decoupled_k3_rs_token_tis k3_rs_token_tis", 2, (_TOKEN, _K3), _IS | _RS_K3,
         "decoupled PPO, truncated token weights, rejection by the mean k3 divergence",
         "long responses with outliers of either sign, KL below the bound"),
-    Preset("decoupled_k3_rs_seq_tis k3_rs_seq_tis", 2, (_SEQUENCE, _k3), _IS | _RS_K3,
+    Preset("decoupled_k3_rs_seq_tis k3_rs_seq_tis", 2, (_SEQUENCE, _K3), _IS | _RS_K3,
         "decoupled PPO, truncated sequence weights, rejection by the mean k3 divergence",
         "as decoupled_seq_is, with outliers of either sign rejected"),
     Preset("bypass_ppo_clip", 1, (), {},
@@ -236,7 +216,7 @@ PRESETS = (
     Preset("bypass_ppo_clip_geo_rs", 1, (_GEO,), _RS_GEO,
         "PPO clipped against the rollout policy, rejection by geometric mean",
         "small mismatch with some sequences that drift"),
-    Preset("bypass_ppo_clip_k3_rs", 1, (_k3,), _RS_K3,
+    Preset("bypass_ppo_clip_k3_rs", 1, (_K3,), _RS_K3,
         "PPO clipped against the rollout policy, rejection by the mean k3 divergence",
         "small mismatch with outliers of either sign"),
     Preset("bypass_pg_token_icepop", 3, (_TOKEN,), _TWO_BOUNDS,
@@ -251,24 +231,24 @@ PRESETS = (
     Preset("bypass_pg_geo_rs_token_tis", 3, (_TOKEN, _GEO), _IS | _RS_GEO,
         "REINFORCE, truncated token weights, rejection by geometric mean",
         "as pg_is on long responses, less variance for some bias"),
-    Preset("kpop", 0, (_criteria(("token", "binary_kl", "threshold"), ("token", "binary_kl_reverse", "threshold")),),
+    Preset("kpop", 0, (_criteria("token:binary_kl:{threshold}", "token:binary_kl_reverse:{threshold}"),),
         {"threshold": 0.1},
         "PPO without weights, tokens rejected by the binary KL in either direction (KPop)",
         "single tokens that drift far; rare tokens stay, whose small probability may change by a large factor"),
-    Preset("trm", 0, (_criteria(("sequence_max", "k2", "max_k2"), ("sequence_mean", "k3", "mean_k3")),), {},
+    Preset("trm", 0, (_criteria("sequence_max:k2:{max_k2}", "sequence_mean:k3:{mean_k3}"),), {},
         "PPO without weights, sequences rejected for their worst token or their mean divergence (TRM)",
         "mixture-of-experts models and long responses, where one token far off spoils a sequence; with bounds from "
         "inspect",
         {"max_k2": 0.5, "mean_k3": 0.01}),
-    Preset("dppo_tv", 3, (_TOKEN, _ORIGINAL, _criteria(("token", "tv", "threshold"), condition="away")),
+    Preset("dppo_tv", 3, (_TOKEN, _ORIGINAL, _criteria("token:tv:{threshold}@away")),
         {"threshold": 0.15} | _DIVERGENCE,
         "REINFORCE, token weights, no gradient where a step leads further than a total variation from π_rollout (DPPO)",
         "several steps a rollout without an old log-probs pass: a trust region that does not punish rare tokens"),
-    Preset("dppo_kl", 3, (_TOKEN, _ORIGINAL, _criteria(("token", "binary_kl", "threshold"), condition="away")),
+    Preset("dppo_kl", 3, (_TOKEN, _ORIGINAL, _criteria("token:binary_kl:{threshold}@away")),
         {"threshold": 0.05} | _DIVERGENCE,
         "as dppo_tv, by the binary KL",
         "as dppo_tv"),
-    Preset("opsm", 0, (_opsm,), {},
+    Preset("opsm", 0, (_opsm, _ORIGINAL), {},
         "PPO without weights, sequences of negative advantage rejected once π_θ has left the sampler (DeepSeek-V3.2)",
         "stale or far sequences that would only be pushed down further; δ of 0.05 to 0.2 is used",
         {"delta": 0.1}),

@@ -31,7 +31,8 @@ def notes_on(config: Settings, by_hand: Collection[str] | None, typed: Collectio
         off = value is None or value is False  # to switch off what is off is no mistake
         asked = not off if path in typed else value != default
         shown = "" if value is True else f" {value:g}" if isinstance(value, float) else f" {value}"
-        sentence = spelled(f"<{path}>{shown} {why}: change that, or leave it out.", typed if path in typed else ())
+        fix = " or change ".join([f"leave <{path}> out", *re.findall(r"<[a-z_.]+>", why)])
+        sentence = spelled(f"<{path}>{shown} {why}: {fix}.", typed if path in typed else ())
         if asked and (by_hand is None or path in by_hand):
             raise ValueError(sentence)
         if value != default:
@@ -41,7 +42,8 @@ def notes_on(config: Settings, by_hand: Collection[str] | None, typed: Collectio
 
 def spelled(sentence: str, typed: Collection[str]) -> str:
     """Every `<dotted.path>` of the sentence as its flag where one of them was typed as a flag, else as it is."""
-    flags = flag_names(Settings) if not set(re.findall(r"<([a-z_.]+)>", sentence)).isdisjoint(typed) else {}
+    as_flags = any(f"<{path}>" in sentence for path in typed)
+    flags = flag_names(Settings) if as_flags else {}
     return re.sub(r"<([a-z_.]+)>", lambda match: flags.get(match[1], match[1]), sentence)
 
 
@@ -75,8 +77,8 @@ def without_effect(config: Settings) -> list[tuple[str, str]]:
         (not weighted, "terms.kl_importance_weighted", "needs importance weights (<use_tis>)"),
         (not config.terms.rollout_kl_coef, "terms.rollout_kl_type terms.rollout_kl_on",
             "changes nothing without <terms.rollout_kl_coef>"),
-        (not config.rejects, "terms.rollout_kl_on rs.group", "needs something that rejects, such as a criterion"),
-        (not config.judges, "rs.policy", "needs a criterion or a veto to judge"),
+        (not config.rejects, "terms.rollout_kl_on rs.group", "needs something that rejects, such as <rs.criteria>"),
+        (not config.judges, "rs.policy", "needs <rs.criteria> or <rs.veto_threshold> to judge"),
         (config.use_rollout_log_probs and config.rs.policy == "current", "rs.policy",
             f"changes nothing in algorithm {config.algorithm}, which judges π_θ anyway"),
         (config.rs.group != "drop", "rs.min_group", "changes nothing without <rs.group> drop"),

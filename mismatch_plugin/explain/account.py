@@ -138,6 +138,8 @@ def _losses(found: Account, packed: PackedSequences, config: MismatchConfig) -> 
     ]
     if config.dry_run:
         notes.append("A dry run: the rules judge, and nothing is applied.")
+    if config.budgets:
+        notes.append("A first step: the bound of a budget is the one given, from the second on what the budget needs.")
     columns = {"log π_θ": "log_prob", "r": "r", "A": "advantage", "kept": "kept", "rejected by": "rejected_by"}
     columns |= {"objective": "objective", "loss": "loss", "gradient": "gradient"}
     return _table("From weights to the loss", found, packed, columns, notes)

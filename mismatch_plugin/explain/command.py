@@ -19,20 +19,20 @@ def explain(
 ) -> None:
     """Show what a setting makes of every token: weight, rejection, loss and gradient.
 
-    Alone: a worked example, eight tokens under every mode and level,
-    criterion and objective. With settings as on a launch line (--use-tis
-    --tis-level sequence, or --mismatch-preset NAME; docs/settings.md has them
-    all): those eight tokens under these settings, from ratio to gradient.
+    Alone: the weights of eight tokens under every mode and level. With
+    settings as on a launch line (--use-tis --tis-level sequence, or
+    --mismatch-preset NAME; docs/settings.md has them all): those eight tokens
+    under these settings, from ratio to gradient.
 
     Everything is computed by the functions that the training loss uses.
     """
     from mismatch_plugin.config import MismatchConfig
     from mismatch_plugin.explain.account import account_tables
-    from mismatch_plugin.explain.example import batch_for, current_log_probs, example_tables
+    from mismatch_plugin.explain.example import batch_for, current_log_probs, explain_table
     from mismatch_plugin.report.terminal import show
 
     if not context.args:
-        tables = example_tables()
+        tables = (explain_table(),)
     else:
         try:
             with warnings.catch_warnings(record=True) as notes:

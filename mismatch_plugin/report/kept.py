@@ -10,6 +10,7 @@ import math
 from statistics import NormalDist
 
 from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config.units import UNITS, Unit
 
 LENGTHS = (100, 1000, 10_000)
 """Trained tokens of a response at which the table of presets says to which KL it keeps SHARE."""
@@ -26,16 +27,16 @@ def expected_kept(config: MismatchConfig, kl: float, length: int) -> float | Non
     kl: nats a token. length: trained tokens of every response. Criteria count as independent of each other. None where
     one is of a statistic whose distribution is not computed here, or hangs on the advantage.
     """
-    share, bounds = 1.0, list[tuple[str, float, float]]()
+    share, bounds = 1.0, list[tuple[Unit, float, float]]()
     if config.weighted and config.tis.mode == "mask":
-        bounds.append((config.tis.level, _log(config.tis.lower), _log(config.tis.upper)))
+        bounds.append((config.unit, _log(config.tis.lower), _log(config.tis.upper)))
     for criterion in config.criteria:
         lower, upper = criterion.log_bounds
         low, high = -math.inf if lower is None else lower, math.inf if upper is None else upper
         if criterion.conditional or criterion.budget:
             return None
         if criterion.in_log_space:
-            bounds.append((criterion.aggregate, low, high))
+            bounds.append((criterion.unit, low, high))
         elif (criterion.aggregate, criterion.statistic, lower) == ("sequence_mean", "k3", None):
             # E k3 = KL and E k3² = e^2KL − 1 − 2 KL + KL² exactly; the mean of many is close to a gamma variable.
             share *= _gamma(high, kl, (math.expm1(2 * kl) - 2 * kl) / length)
@@ -43,17 +44,11 @@ def expected_kept(config: MismatchConfig, kl: float, length: int) -> float | Non
             share *= _within(-math.sqrt(2 * high), math.sqrt(2 * high), kl, 1.0) ** length
         else:
             return None
-    sums = {
-        "token": 1.0,
-        "sequence": length,
-        "sequence_sum": length,
-        "geometric": 1 / length,
-        "sequence_mean": 1 / length,
-    }
-    for aggregate, low, high in bounds:
-        if aggregate not in sums:
+    tokens = {UNITS["token"]: 1.0, UNITS["sequence"]: length, UNITS["geometric"]: 1 / length}
+    for unit, low, high in bounds:
+        if unit not in tokens:
             return None
-        share *= _within(low, high, kl, sums[aggregate])
+        share *= _within(low, high, kl, tokens[unit])
     if config.rs.veto_threshold is not None:
         share *= _within(math.log(config.rs.veto_threshold), math.inf, kl, 1.0) ** length
     return share
@@ -78,7 +73,7 @@ def keeps(config: MismatchConfig) -> str:
         return "all"
     found = [largest_kl(config, length) for length in LENGTHS]
     if any(kl is None for kl in found):
-        return "depends on probabilities or advantages"
+        return "not computed"
     shown = ["0.1 and more" if kl == LARGEST_KL else f"{kl:g}" for kl in found]
     if len(set(shown)) == 1:
         return f"KL to {shown[0]}"

@@ -180,19 +180,15 @@ class _Writer:
         self._process = -1
 
     def write(self, step: tuple[Path, MismatchConfig, dict[str, float]]) -> None:
-        """Hand a step over. Where `KEPT` steps wait already it is dropped, with a warning."""
+        """Hand a step over, and wait for its line, unless another waits for its own: that disk hangs."""
         if self._process != os.getpid():  # at first, and after a fork, which takes no thread along
-            self._process, self._steps = os.getpid(), queue.Queue[Any](KEPT)
+            self._process, self._steps = os.getpid(), queue.Queue[Any]()
             threading.Thread(target=self._run, args=(self._steps,), name="mismatch_plugin metrics", daemon=True).start()
             atexit.register(self._end, self._steps)
         waits, written = self._steps.unfinished_tasks > 0, threading.Event()
-        try:
-            self._steps.put_nowait((written, step))
-        except queue.Full:
-            _warn(step[0], f"its disk hangs, and {KEPT} steps wait for it; later ones are lost.")
-            return
-        if not waits:
-            written.wait(WAIT_S)
+        self._steps.put((written, step))
+        if not waits and not written.wait(WAIT_S):
+            _warn(step[0], "its disk hangs; steps wait until it answers.")
 
     @staticmethod
     def _run(steps: queue.Queue[Any]) -> None:
@@ -216,8 +212,6 @@ WAIT_S = 1.0
 """Seconds that a step waits for its line to be written."""
 END_S = 10.0
 """Seconds that the end of a process waits for what is not written yet."""
-KEPT = 1000
-"""Steps that wait for a disk that hangs."""
 _WRITER = _Writer()
 
 

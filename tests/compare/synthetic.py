@@ -9,9 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mismatch_plugin.compare.experiments import Settings
+
+if TYPE_CHECKING:
+    from mismatch_plugin.compare.statistics import Results
 
 SEEDS = tuple(range(100, 112))
 ENDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
@@ -95,3 +100,18 @@ def write_comparison(root: Path, **info: Any) -> Path:
     root.mkdir(exist_ok=True)
     (root / "run.json").write_text(json.dumps(described))
     return root
+
+
+def outcome(means: Mapping[str, Mapping[str, float]], n: int = 12, spread: float = 0.02) -> Results:
+    """Variants that end at these means on n seeds, each with noise of its own; those below 0.5 of 1 have collapsed."""
+    from mismatch_plugin.compare.statistics import Variant, judged  # needs scipy
+
+    random = np.random.default_rng(0)
+    results: Results = {}
+    for setting, of in means.items():
+        finals = {name: dict(enumerate((mean + spread * random.normal(size=n)).tolist())) for name, mean in of.items()}
+        results[setting] = judged(
+            Variant(name, values, {seed: value < 0.5 for seed, value in values.items()})
+            for name, values in finals.items()
+        )
+    return results

@@ -28,7 +28,7 @@ from mismatch_plugin.compare.model import FINAL_NORM, OUTPUT
 from tests.full import a_few
 
 needs_lab = pytest.mark.skipif(
-    not all(importlib.util.find_spec(name) for name in ("scipy", "matplotlib", "jinja2", "tensorboard")),
+    not all(importlib.util.find_spec(name) for name in ("scipy", "matplotlib", "jinja2")),
     reason="needs [lab]",
 )
 SECONDS = 300
@@ -249,9 +249,7 @@ def test_what_fails_is_said_then_ctrl_c_then_a_kill_then_resume(tmp_path: Path) 
     process.communicate(timeout=SECONDS)  # its workers end with it: they hold its output open
     assert lines(folder) < 162 and not any(folder.rglob("done.json"))
 
-    for _ in range(2):  # events are written once
-        assert compare("--resume", "--tensorboard", *words)[0] == 0
-    assert len([*folder.rglob("events.out.*")]) == 2
+    assert compare("--resume", *words)[0] == 0
     outcomes = [json.loads(path.read_text()) for path in sorted(folder.rglob("done.json"))]
     assert [(outcome["status"], outcome["step"]) for outcome in outcomes] == [("finished", 80)] * 2
     assert lines(folder) == 162

@@ -65,19 +65,6 @@ def test_sampled_log_probs_are_the_models_and_runs_that_share_noise_draw_the_sam
     assert torch.equal(other.ids[0], drawn.ids[0]) and not torch.equal(other.ids[1], drawn.ids[1])
 
 
-def test_frequencies_follow_the_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    """χ² over the 25 responses of two tokens from five: 24 degrees of freedom, of which 51.2 is the .999 quantile."""
-    monkeypatch.setitem(TASKS, "two", Task("two", lambda _: [], lambda _: [], 2, vocab=5, eos=None))
-    settings, count = small(task="two", layers=1, temperature=0.6), 20_000
-    weights, prompt = weights_of(0, task="two", layers=1), torch.tensor([[[1, 3]]])
-    every = torch.cartesian_prod(torch.arange(5), torch.arange(5))
-    p = token_log_probs(settings, weights, prompt, every[None]).sum(2).exp()[0]
-    assert p.sum().item() == pytest.approx(1, abs=1e-5) and p.max() / p.min() > 2
-    drawn = generate(settings, weights, prompt, exponential([1], count, 2, 5))
-    observed = torch.bincount(drawn.ids[0, :, 0] * 5 + drawn.ids[0, :, 1], minlength=25)
-    assert ((observed - count * p).square() / (count * p)).sum().item() < 51.2
-
-
 def test_an_end_ends_and_what_follows_is_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TASKS, "ends", Task("ends", get_task("reverse6").draw, lambda x: x, 6))
     weights, prompts, noise = weights_of(0), random_ids(1, 4, 8), exponential([3], 64, 6, 14)

@@ -16,7 +16,7 @@ from torch import Tensor
 import mismatch_plugin as mp
 from mismatch_plugin.compare.experiments import PAD, Settings, get_task, seed_for, variant_config
 from mismatch_plugin.compare.loop import ExpertFlips, Runs, exponential, generate, rollout_weights, warm_weights
-from mismatch_plugin.compare.model import OUTPUT, Weights, forward, initial_weights, response_log_probs
+from mismatch_plugin.compare.model import OUTPUT, Weights
 from tests.compare.synthetic import small
 from tests.full import FULL
 
@@ -221,20 +221,3 @@ def test_every_configuration_has_an_effect(batched: dict[str, Followed]) -> None
             del final["rejected by age"]
         for one, other in combinations(final, 2):
             assert final[one] != final[other], (name, one, other)
-
-
-@pytest.mark.parametrize("experts", [0, 3])
-def test_logits_are_megatrons(experts: int) -> None:
-    settings = small(experts=experts)
-    weights = initial_weights(settings, [0, 1])
-    weights = {name: weight + 0.3 * torch.sin(weight.cumsum(-1)) for name, weight in weights.items()}  # norms too
-    ids = torch.randint(14, (2, 5, 14), generator=torch.Generator().manual_seed(0))
-    ids[:, 3:, 9:] = PAD  # behind three responses of two sequences
-    logits, _ = forward(settings, weights, ids)
-    by_prompt = response_log_probs(settings, weights, ids[:, :, :8], ids[:, :, 8:])
-    for n in range(2):
-        model = build(settings, {name: weight[n] for name, weight in weights.items()})
-        with torch.no_grad():
-            megatron = model[0](ids[n], torch.arange(14).expand_as(ids[n]), None)[..., :14]
-        torch.testing.assert_close(logits[n], megatron, atol=1e-5, rtol=0)
-        torch.testing.assert_close(by_prompt[n], megatron[:, 7:-1].log_softmax(-1), atol=1e-5, rtol=0)

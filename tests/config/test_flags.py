@@ -94,13 +94,6 @@ def test_an_empty_preset_or_file_is_refused(flag: str) -> None:
         mp.MismatchConfig.from_args(parser_of().parse_args([flag, ""]))
 
 
-def test_what_is_no_namespace_is_refused() -> None:
-    """Nothing would be found in it, and the run would go uncorrected."""
-    for given in ({"use_tis": True}, ["--use-tis"], None):
-        with pytest.raises(TypeError):
-            mp.MismatchConfig.from_args(given)  # type: ignore[arg-type]
-
-
 # A parser that has flags already --------------------------------------------------------------------------------------
 
 

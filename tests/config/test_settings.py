@@ -115,13 +115,13 @@ def test_rejection_flags_are_one_criterion_of_the_ratio_beside_the_others(line: 
 
 GAMMA = f"{BOTH} --tis-level sequence --tis-mode gamma"
 GROWING = "--use-tis --tis-level turn --tis-upper-bound 1.05 --tis-bound-growth 0.5"
-NO_WEIGHT = "changes no weight without --use-tis: change that, or leave it out."
+NO_WEIGHT = "changes no weight without --use-tis: leave --tis-mode out or change --use-tis."
 
 REFUSED = [
     # without effect, asked for
     ("--tis-mode clip", f"--tis-mode clip {NO_WEIGHT}"),
     ("--tis-mode truncate", f"--tis-mode truncate {NO_WEIGHT}"),  # the default, but typed
-    ("tis: {mode: clip}", "tis.mode clip changes no weight without use_tis: change that, or leave it out."),
+    ("tis: {mode: clip}", "tis.mode clip changes no weight without use_tis: leave tis.mode out or change use_tis."),
     ("--use-tis --tis-lower-bound 0.1", "--tis-lower-bound 0.1 bounds no weight under --tis-mode truncate"),
     (f"{GAMMA} --tis-upper-bound 3", "--tis-upper-bound 3 bounds no weight under --tis-mode gamma"),
     ("--use-tis --tis-batch-normalize-scope step", "changes nothing without --tis-batch-normalize"),
@@ -139,7 +139,7 @@ REFUSED = [
     ("--mismatch-rollout-kl-type k3", "--mismatch-rollout-kl-type k3 changes nothing without"),
     ("--mismatch-rollout-kl-coef 0.1 --mismatch-rollout-kl-on accepted", "on accepted needs something that rejects"),
     ("--mismatch-dry-run", "--mismatch-dry-run has nothing to try: there is no --use-tis, criterion or veto"),
-    ("--rs-policy current", "--rs-policy current needs a criterion or a veto"),
+    ("--rs-policy current", "--rs-policy current needs --rs-criterion or --rs-veto-threshold to judge: leave"),
     (f"--use-rollout-log-probs --rs-policy current {CRITERION}", "--rs-policy current changes nothing in algorithm 1"),
     ("--rs-group exclude", "--rs-group exclude needs something that rejects"),
     (f"--rs-group exclude --rs-min-group 3 {CRITERION}", "--rs-min-group 3 changes nothing without --rs-group drop"),
@@ -186,7 +186,6 @@ REFUSED = [
     ("--mismatch-explain-only", "--mismatch-explain-only is for a launch line, leave it out."),
     ("--mismatch-preset pg_rs --tis-upper-bound 3", "--tis-upper-bound 3 changes nothing at --tis-level none"),
     ("--mismatch-config nowhere.yaml", "configuration file nowhere.yaml does not exist: check the path given."),
-    ("tis_level: 1", 'setting tis_level is one of a section: write tis={"level": …}.'),
 ]  # fmt: skip
 
 

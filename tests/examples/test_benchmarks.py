@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,43 +111,6 @@ def test_times_are_medians_and_ratios_are_to_the_reference(monkeypatch: pytest.M
     assert (a["ms"], b["ms"], c["ms"]) == (2.0, 4.0, 1.5)
     assert (a["ratio"], b["ratio"], b["lowest"], b["highest"]) == (1.0, 2.0, 1.0, 3.0)
     assert (c["ratio"], c["lowest"], c["highest"]) == (0.5, 0.25, 2.0)
-
-
-def test_a_part_that_fails_leaves_the_others_and_json_and_markdown_say_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    row = {"case": "a case", "contender": OURS, "ms": 12.34, "ratio": 1.0, "kernels": 9}
-    missing = {"case": "a case", "contender": "verl's helper", "status": "No module named 'verl'"}
-    results = {"machine": {"device": "a CPU"}, "rows": [row, missing]}
-
-    def fails_first(function: Any, size: int, name: str, *_: Any, **options: Any) -> list[Any]:
-        if name == "log_probs":
-            raise RuntimeError("too little memory")
-        return [results]
-
-    monkeypatch.setattr(bench, "in_processes", fails_first)
-    options = ["--only", "log_probs", "--only", "scaling", "--device", "cpu", "--output", str(tmp_path)]
-    assert bench.main(options) == 1
-    assert "log_probs failed: RuntimeError('too little memory')" in capsys.readouterr().out
-    assert json.loads((tmp_path / "bench.json").read_text()) == {"scaling": results}
-    text = (tmp_path / "bench.md").read_text()
-    assert "| case | contender | ms | ratio | kernels |" in text and "device a CPU" in text
-    assert f"| a case | {OURS} | 12.3 | 1.00 | 9 |" in text
-    assert "|  | verl's helper | No module named 'verl' | – | – |" in text
-
-
-@pytest.mark.parametrize("content", ["{", '{"log_probs": 1}', '{"pictures": {"machine": {}, "rows": []}}', "cuda"])
-def test_what_cannot_be_is_refused_before_measuring(
-    tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if content == "cuda" and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    device, says = ("cuda", "there is no CUDA device") if content == "cuda" else ("cpu", "give another folder")
-    (tmp_path / "bench.json").write_text("{}" if content == "cuda" else content)
-    with pytest.raises(SystemExit, match="2"):
-        bench.main(["--quick", "--device", device, "--output", str(tmp_path)])
-    said = capsys.readouterr()
-    assert says in said.err and not said.out
 
 
 def test_the_page_is_made_of_the_kept_results() -> None:

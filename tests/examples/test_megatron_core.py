@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import io
-import os
-import sys
 import tempfile
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -92,23 +87,3 @@ def test_it_trains_alike_in_every_layout_and_a_llama_takes_its_weights() -> None
         torch.testing.assert_close(rank.by_llama, one.log_probs, atol=1e-3, rtol=0)
     torch.testing.assert_close(one.by_llama, one.log_probs, atol=1e-4, rtol=0)
     assert one.log_probs.max() - one.log_probs.min() > 0.1
-
-
-def explain(words: list[str]) -> str:
-    """What this rank prints."""
-    from examples.megatron_core import train as example
-
-    said = io.StringIO()
-    with (
-        contextlib.redirect_stdout(said),
-        contextlib.suppress(SystemExit),
-        mock.patch.object(sys, "argv", ["train", *words]),
-        mock.patch.dict(os.environ, {"RANK": str(dist.get_rank())}),
-    ):
-        example.main()
-    return said.getvalue()
-
-
-def test_explains_once() -> None:
-    ((first, second),) = launch(explain, [["--use-tis", "--mismatch-explain-only"]], 2)
-    assert first.count("algorithm 2: decoupled PPO") == 1 and "starting" not in first and second == ""
