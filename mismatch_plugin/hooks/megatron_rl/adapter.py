@@ -34,7 +34,7 @@ from mismatch_plugin.hooks.megatron_rl.config import (
 )
 from mismatch_plugin.hooks.megatron_rl.loss import Clip, GrpoTerms, grpo_terms, pack
 from mismatch_plugin.hooks.megatron_step import MegatronStep
-from mismatch_plugin.hooks.version import validate_megatron_version, version_line
+from mismatch_plugin.hooks.version import version_line
 from mismatch_plugin.parallel.groups import ParallelGroups
 
 
@@ -248,7 +248,6 @@ def plan(host: Host, given: Given, script: Path | None) -> Plan:
                 f"{flag} weighs the loss (algorithm 2), but the plugin's flags choose algorithm "
                 f"{given.config.algorithm}: add --use-tis, or leave {flag} out (the launcher adds what it needs)."
             )
-    validate_megatron_version([] if script is None else [script.parent])
     patched = script is not None and b"mismatch_plugin" in script.read_bytes()
     added = () if corrects else (IS_CORRECTION,)
     args.rl_inference_logprobs_is_correction, args.mismatch_settings = True, given.settings
