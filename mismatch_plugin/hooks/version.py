@@ -36,7 +36,10 @@ def version_line(host: Host, folders: Sequence[Path] = ()) -> str:
     """
     tested, root = HostVersion(host.version, host.commit), _holder(host.inside, folders)
     if root is None:
-        return f"! host: {host.name} is not found here; the plugin was tested with {tested}"
+        return (
+            f"! host: {host.name} is not found here: install it in this Python, or put its checkout on PYTHONPATH. The "
+            f"plugin was tested with {tested}"
+        )
     found = read_version(host, root)
     by_commit = found.commit is not None and tested.commit is not None
     if found.commit == tested.commit if by_commit else found.version == tested.version:
