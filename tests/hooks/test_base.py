@@ -116,7 +116,7 @@ def test_the_line_says_whether_it_is_the_tested_version(tmp_path: Path) -> None:
     other = replace(VERL, version="0.3.0", commit="fedcba9876543210")  # the same number by name only
     assert version_line(other, [root]).startswith(f"! host: verl {at} is not the tested version, 0.3.0 at fedcba9876. ")
     nowhere = replace(SLIME, inside="no_such_package/utils")
-    assert version_line(nowhere).startswith("! host: slime is not found here: install it in this Python, or put its checko")
+    assert version_line(nowhere).startswith("! host: slime is not found here: install it in this Python, or put its ch")
 
 
 def test_the_launcher_s_block_says_it(tmp_path: Path) -> None:

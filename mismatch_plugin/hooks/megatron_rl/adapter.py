@@ -7,7 +7,6 @@ Nothing of Megatron is imported until a function needs it.
 
 from __future__ import annotations
 
-import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -18,18 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_plugin.config import MismatchConfig, MismatchWarning
+from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.flags import add_arguments
-from mismatch_plugin.core.packed import HALF
 from mismatch_plugin.hooks.base import Given, Host, Plan, peek, start_block
 from mismatch_plugin.hooks.hosts import MEGATRON_LM
 from mismatch_plugin.hooks.megatron_rl.config import (
     COEFFICIENT,
-    HALF_PRECISION,
     IS_CORRECTION,
     describe,
     settings,
-    sums_tokens,
     without_mask,
 )
 from mismatch_plugin.hooks.megatron_rl.loss import Clip, GrpoTerms, grpo_terms, pack
@@ -45,7 +41,6 @@ class _Run:
     args: Namespace | None = None
     config: MismatchConfig | None = None
     host_get_logprobs: Callable[..., Tensor] | None = None
-    warned = False
 
     def __init__(self) -> None:
         self.step = MegatronStep(_log, is_first=_is_first)
@@ -181,9 +176,6 @@ def calculate_grpo_loss(
     config, _ = _current_settings()
     if loss_mask is None:
         config = RUN.step.config = without_mask(config)
-    if old_logprobs.dtype in HALF and sums_tokens(config) and not RUN.warned:
-        RUN.warned = True
-        warnings.warn(f"log-probs are {HALF_PRECISION}.", MismatchWarning, stacklevel=2)
     packed = pack(
         config,
         old=old_logprobs.to(current_logprobs.device),

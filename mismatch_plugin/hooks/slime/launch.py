@@ -28,7 +28,6 @@ from mismatch_plugin.hooks.slime.config import (
     why_our_loss,
 )
 from mismatch_plugin.hooks.slime.samples import wrap_data_source
-from mismatch_plugin.hooks.slime.versions import validate_versions_kept
 
 TABLE: dict[str, dict[str, Any]] = {
     flag(name): {"default": default} | ({"action": "store_true"} if kind is bool else {"type": kind})
@@ -56,8 +55,6 @@ def plan(host: Host, given: Given, script: Path | None) -> Plan:
     if not (given.flags or ours or args.use_tis or args.use_rollout_logprobs):
         return Plan.untouched(host, given)
     config = _settings(host, given, args, ours)
-    if config.rs.max_staleness is not None:
-        validate_versions_kept(host.name, script)
     added = _arguments(host, config, args, typed | file.keys())
     settings = args.mismatch_settings
     config = check_arguments(args, host) or config
