@@ -28,7 +28,7 @@ from mismatch_plugin.hooks.megatron_rl.config import (
     settings,
     without_mask,
 )
-from mismatch_plugin.hooks.megatron_rl.loss import Clip, GrpoTerms, grpo_terms, pack
+from mismatch_plugin.hooks.megatron_rl.loss import GrpoTerms, grpo_terms, pack
 from mismatch_plugin.hooks.megatron_step import MegatronStep
 from mismatch_plugin.hooks.version import version_line
 from mismatch_plugin.parallel.groups import ParallelGroups
@@ -169,7 +169,8 @@ def calculate_grpo_loss(
     """Megatron's `calculate_grpo_loss` with the correction; the same arguments, and the loss mask [b, s − 1].
 
     Shapes: log-probs [b, s − 1] with advantages [b], or one bin [1, bin − 1] with advantages [sequences] and the
-    sequences' starts and lengths in it. is_truncation_coef is `tis.upper_bound` (`settings` reads the argument).
+    sequences' starts and lengths in it. ε, β, entropy weight and is_truncation_coef are in the settings
+    already, which `settings` read from Megatron's arguments.
     Returns six tensors of the log-probs' shape, float32 where they were half precision.
     Raises: ValueError where a setting needs the loss mask and there is none. Host syncs and collectives: none.
     """
@@ -185,9 +186,8 @@ def calculate_grpo_loss(
         seq_starts=seq_starts,
         seq_lengths=seq_lengths,
     )
-    clip = Clip(clamp_eps_lower, clamp_eps_upper, kl_beta, entropy_weight)
     terms, statistics = grpo_terms(
-        current_logprobs, ref_logprobs, packed, config, clip, RUN.step.factor(config), RUN.step.thresholds
+        current_logprobs, ref_logprobs, packed, config, RUN.step.factor(config), RUN.step.thresholds
     )
     if torch.is_grad_enabled():
         RUN.step.add(statistics)
