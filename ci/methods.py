@@ -256,7 +256,7 @@ EQUALITIES = (
         "NeMo-RL's valid_mask",
         "1e-6",
         "hooks/nemo_rl/test_groups.py::test_nemo_rls_valid_mask_is_group_advantages",
-        "leave-one-out and scaled: NeMo-RL divides by the deviation of the others (its hook keeps that)",
+        "leave-one-out and scaled: NeMo-RL divides by the deviation of the others",
     ),
     Equality(
         "Group without the rejected",

@@ -24,7 +24,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Check, apply or revert the patches of a host's checkout.",
 )
-APPLIED, RELEASED, OTHER, MISSING = "applied", "not applied", "another version", "not there"
+APPLIED, RELEASED, OTHER = "applied", "not applied", "another version"
 """What a file is, as seen by its patch."""
 
 
@@ -80,9 +80,8 @@ def patches_of(host: str, files: Collection[str] = (), optional: bool = False) -
 
 def state_of(patch: Patch, root: Path) -> str:
     """What the file is now."""
-    if not (root / patch.file).is_file():
-        return MISSING
-    text = _read(root / patch.file)
+    path = root / patch.file
+    text = _read(path) if path.is_file() else ""
     if patch.changed(text, back=True) is not None:
         return APPLIED
     return OTHER if patch.changed(text) is None else RELEASED
@@ -97,7 +96,7 @@ def apply(patches: Sequence[Patch], root: Path, back: bool = False) -> list[str]
     said = []
     for patch in patches:
         state, path = state_of(patch, root), (root / patch.file).resolve()
-        if state in (OTHER, MISSING):
+        if state == OTHER:
             host = HOSTS.get(patch.host)
             where = f"{host.repository} at {(host.commit or host.version)[:10]}" if host else patch.host
             raise PatchError(
@@ -111,14 +110,13 @@ def apply(patches: Sequence[Patch], root: Path, back: bool = False) -> list[str]
             said.append(f"{'reverted in' if back else 'applied to'} {patch.file}")
     for path, text in changed.items():
         with replacing(path) as new:
-            new.write_text(text, encoding="utf-8", newline="")
+            new.write_bytes(text.encode())
             shutil.copymode(path, new)
     return said
 
 
 def _read(path: Path) -> str:
-    with path.open(encoding="utf-8", newline="") as file:
-        return file.read()
+    return path.read_bytes().decode()
 
 
 # The command ----------------------------------------------------------------------------------------------------------
@@ -140,7 +138,7 @@ def check_command(host: Host, root: Root) -> None:
         for patch in patches_of(host, optional=True):
             state = state_of(patch, root)
             typer.echo(f"{patch.file}{' (optional)' if patch.optional else ''}: {state}\n  {patch.why}")
-            failed |= state in (OTHER, MISSING) and not patch.optional
+            failed |= state == OTHER and not patch.optional
     if failed:
         raise typer.Exit(1)
 

@@ -197,14 +197,12 @@ def resolve(
     *,
     base: dict[str, Any] | None = None,
     by_hand: Collection[str] | None = None,
-    allowed: Collection[str] = (),
 ) -> MismatchConfig:
     """The one configuration that our settings and the host's give: base < theirs < ours.
 
     ours, theirs, base: nested settings; base holds defaults, of a preset or of the host, that either may change.
     by_hand: the dotted paths of ours that a person asked for, and that are refused where they have no effect; None:
     all of them.
-    allowed: keys of `host.lacks` that this run can do all the same.
     Raises: ValueError, one sentence, where the two contradict each other, or ours ask for what the host decides or
     cannot do. Warns: MismatchWarning as building the configuration does.
     """
@@ -214,7 +212,7 @@ def resolve(
         ours = {name: value for name, value in ours.items() if name != "denominator"}
     data = merge(merge(base or {}, theirs), ours)
     config = MismatchConfig.build(data, by_hand)
-    validate_methods(host, config, allowed)
+    validate_methods(host, config)
     if not config.normalizes:
         return config
     wanted, given = config.tis.batch_normalize_scope, host.scope(config)
@@ -248,12 +246,11 @@ def validate_owned(host: Host, ours: Mapping[str, Any], theirs: Mapping[str, Any
         raise ValueError(host.spell(f"{contradicts}: leave it out, and set that."))
 
 
-def validate_methods(host: Host, config: MismatchConfig, allowed: Collection[str] = ()) -> None:
+def validate_methods(host: Host, config: MismatchConfig) -> None:
     """Raise ValueError for a method that the host cannot do, with the reason."""
-    for key, (asked, lack) in host.lacking(config).items():
-        if key not in allowed:
-            without = f" without {lack.unless}" if lack.unless else ""
-            raise ValueError(host.spell(f"{asked} cannot be had in {host.title}{without}: {lack.why}. {lack.instead}"))
+    for asked, lack in host.lacking(config).values():
+        without = f" without {lack.unless}" if lack.unless else ""
+        raise ValueError(host.spell(f"{asked} cannot be had in {host.title}{without}: {lack.why}. {lack.instead}"))
 
 
 def block_lines(

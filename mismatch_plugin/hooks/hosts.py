@@ -176,12 +176,7 @@ VERL = Host(
             "its driver rejects before advantages", "Take the condition away, or set it.", _on_driver, _BYPASS
         ),
         "penalty": Lack("its loss gets no rollout log-probs", "Set it, or leave it out.", _on_driver, _BYPASS),
-        "accepted": Lack(
-            "its v1 trainers and bypass mode count tokens before anything is rejected",
-            "Choose auto or original.",
-            lambda config: config.rejects,
-            "trainer.use_v1=false",
-        ),
+        "accepted": Lack("its trainers count, most of them before anything is rejected", "Choose auto or original."),
         "versions": Lack(
             "its rollout correction is not told which weights train",
             "Set trainer.v1's max_off_policy_threshold, or async_training.staleness_threshold.",
@@ -229,6 +224,7 @@ NEMO_RL = Host(
     },
     lacks={
         "accepted": _OWN_COUNT,
+        "groups": Lack("its GRPO counts every response in its group's baseline, and takes no function for that"),
         "versions": Lack("its loss is told no weight versions", "Set grpo.async_grpo.max_trajectory_age_steps."),
         **_LOSS_ALONE,
     },

@@ -16,10 +16,6 @@ from pathlib import Path
 
 from mismatch_plugin.hooks.base import Host
 
-MINIMUM_MEGATRON = (0, 16)
-"""Oldest megatron-core whose finalize_model_grads and DDP.scale_gradients the hooks were run with."""
-_MEGATRON = "megatron/core"
-
 
 @dataclass(frozen=True)
 class HostVersion:
@@ -40,7 +36,10 @@ def version_line(host: Host, folders: Sequence[Path] = ()) -> str:
     """
     tested, root = HostVersion(host.version, host.commit), _holder(host.inside, folders)
     if root is None:
-        return f"! host: {host.name} is not found here; the plugin was tested with {tested}"
+        return (
+            f"! host: {host.name} is not found here: install it in this Python, or put its checkout on PYTHONPATH. The "
+            f"plugin was tested with {tested}"
+        )
     found = read_version(host, root)
     by_commit = found.commit is not None and tested.commit is not None
     if found.commit == tested.commit if by_commit else found.version == tested.version:
@@ -54,18 +53,6 @@ def version_line(host: Host, folders: Sequence[Path] = ()) -> str:
 def read_version(host: Host, root: Path) -> HostVersion:
     """What the tree at `root` is: a checkout, or the folder in which the host is installed."""
     return HostVersion(_declared(root / host.version_file) or _installed(host, root), _checked_out(root))
-
-
-def validate_megatron_version(folders: Sequence[Path] = ()) -> None:
-    """Raise ValueError where the megatron-core that will be imported is older than the hooks work with."""
-    root = _holder(_MEGATRON, folders)
-    found = None if root is None else _declared(root / _MEGATRON / "package_info.py")
-    if found is not None and tuple(map(int, re.findall(r"\d+", found)[:2])) < MINIMUM_MEGATRON:
-        needed = ".".join(map(str, MINIMUM_MEGATRON))
-        raise ValueError(
-            f"megatron-core {found} is too old: the correction ends each step inside finalize_model_grads as "
-            f"megatron-core {needed} has it. Put Megatron {needed} or newer first on PYTHONPATH."
-        )
 
 
 def _holder(inside: str, folders: Sequence[Path]) -> Path | None:

@@ -26,12 +26,13 @@ from mismatch_plugin.launch.command_line import HOST_FLAG, divide, help_text, ma
 from mismatch_plugin.launch.guard import Guard, refusal
 from mismatch_plugin.launch.script import Target, is_below
 
+LAUNCHED = [host.name for host in HOSTS.values() if host.launch]
 _COMMAND = "python -m mismatch_plugin.launch"
 _LINE = f"{_COMMAND} [--mismatch-host NAME] TRAIN_SCRIPT ARGS…   (or -m MODULE ARGS…)"
 _DESCRIPTION = (
     "Runs a training script with the flags below taken off its command line, checked, and set in the host's own way; "
     "every other flag is the host's. The host is found by what the script imports, or named by --mismatch-host: "
-    f"{', '.join(HOSTS)}."
+    f"{', '.join(LAUNCHED)}."
 )
 
 
@@ -56,7 +57,7 @@ def host_of(script: str, imported: set[str], named: str | None = None) -> Host:
     found = [host for host in HOSTS.values() if any(is_below(name, host.packages) for name in imported)]
     if len(found) == 1:
         return found[0]
-    say = f"say which it is, {HOST_FLAG} {'|'.join(HOSTS)}"
+    say = f"say which it is, {HOST_FLAG} {'|'.join(LAUNCHED)}"
     if found:
         raise ValueError(f"{script} imports {' and '.join(host.name for host in found)}: {say}.")
     raise ValueError(

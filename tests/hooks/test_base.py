@@ -15,7 +15,7 @@ import pytest
 import mismatch_plugin as mp
 from mismatch_plugin.hooks.base import given_settings, wrap_once
 from mismatch_plugin.hooks.hosts import HOSTS, SLIME, VERL, find_host
-from mismatch_plugin.hooks.version import HostVersion, read_version, validate_megatron_version, version_line
+from mismatch_plugin.hooks.version import HostVersion, read_version, version_line
 from mismatch_plugin.launch.__main__ import prepare
 from tests.hooks.contracts.launch_trees import ray_tree
 from tests.host_source import host_source
@@ -116,7 +116,7 @@ def test_the_line_says_whether_it_is_the_tested_version(tmp_path: Path) -> None:
     other = replace(VERL, version="0.3.0", commit="fedcba9876543210")  # the same number by name only
     assert version_line(other, [root]).startswith(f"! host: verl {at} is not the tested version, 0.3.0 at fedcba9876. ")
     nowhere = replace(SLIME, inside="no_such_package/utils")
-    assert version_line(nowhere).startswith("! host: slime is not found here; the plugin was tested with 0.3.1 at 624b")
+    assert version_line(nowhere).startswith("! host: slime is not found here: install it in this Python, or put its ch")
 
 
 def test_the_launcher_s_block_says_it(tmp_path: Path) -> None:
@@ -129,11 +129,3 @@ def test_the_launcher_s_block_says_it(tmp_path: Path) -> None:
 def test_the_checkouts_that_the_tests_run_with_are_the_tested_ones(name: str) -> None:
     found = read_version(HOSTS[name], host_source(HOSTS[name].title))
     assert (found.version, found.commit) == (HOSTS[name].version, HOSTS[name].commit)
-
-
-def test_an_old_megatron_is_refused_before_the_script_runs(tmp_path: Path) -> None:
-    validate_megatron_version()  # the tests run with a megatron-core that is new enough, or with none
-    script = ray_tree(tmp_path / "tree", "slime", megatron=(0, 15))
-    with pytest.raises(ValueError, match=r"megatron-core 0\.15\.0 is too old: .* 0\.16 or newer"):
-        prepare([str(script), "--use-tis"])
-    assert prepare([str(script)])[3].added == ()  # nothing of ours, nothing to refuse

@@ -87,13 +87,12 @@ def _ray_total(name: str) -> Callable[[Plan, Data, Tensor], Tensor]:
 
 
 def _megatron_total(plan: Plan, data: Data, current: Tensor) -> Tensor:
-    from mismatch_plugin.hooks.megatron_rl.loss import Clip, grpo_terms, pack
+    from mismatch_plugin.hooks.megatron_rl.loss import grpo_terms, pack
 
     assert plan.config is not None
     columns = {"old": data["old"], "rollout": data["rollout"], "advantages": data["advantages"][:, 0]}
     packed = pack(plan.config, **columns, loss_mask=MASK, seq_starts=None, seq_lengths=None)
-    clip = Clip(plan.config.ppo.eps_clip_low, plan.config.ppo.eps_clip_high, 0.0, 0.0)
-    return (grpo_terms(current, data["old"], packed, plan.config, clip)[0].loss * MASK).sum()
+    return (grpo_terms(current, data["old"], packed, plan.config)[0].loss * MASK).sum()
 
 
 def _verl_total(plan: Plan, data: Data, current: Tensor) -> Tensor:

@@ -138,9 +138,9 @@ VERL = {
     "--use-tis --tis-batch-normalize --tis-batch-normalize-scope step": "rollout_batch or auto",
     # verl's v1 trainers count tokens of a mask that the driver's rejection does not reach.
     "--use-tis --use-rs": "divided as in verl, token-mean: rejected tokens still count\n",
-    "--use-tis --use-rs trainer={use_v1:false} --mismatch-denominator accepted": "rejected tokens do not count",
+    "--use-tis --use-rs trainer={use_v1:false}": "rejected tokens do not count",
     "--use-tis --use-rs +rollout.nnodes=1": "rejected tokens do not count",
-    "--use-tis --use-rs --mismatch-denominator accepted": "accepted cannot be had in verl without trainer.use_v1",
+    "--use-tis --use-rs --mismatch-denominator accepted": "accepted cannot be had in verl: its trainers count",
     # verl's loss_mode is the objective of our loss, in whose place that stands.
     f"--use-tis MODE=gspo {CLIPS}": (
         "= 2 token truncate 0.5 2 gspo | clip 1 0.3 None | objective: gspo, ratio in [0, 1.3]"
@@ -199,8 +199,6 @@ NEMO = {
     ),
     "--use-tis --mismatch-objective gspo loss_fn.use_cispo=true": "objective gspo contradicts | makes it cispo",
     "--use-tis loss_fn.positive_example_nll_weight=0.1": "makes another loss",
-    f"loss_fn.force_on_policy_ratio=true {GROUPS}": "rs.group drop needs prev_logprobs | force_on_policy_ratio skips",
-    f"grpo.adv_estimator.name=gdpo {GROUPS}": "grpo.adv_estimator.name gdpo forms other advantages: choose grpo",
     "--use-tis +loss_fn.mismatch.use_tis=true": "is set next to the plugin's flags",
     "--config FOLDER/alias.yaml --use-tis": "alias.yaml cannot be read | it has an alias (*)",
     "--use-tis --tis-level sequence": "! --tis-level sequence over 8192 tokens: ",

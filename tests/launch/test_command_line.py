@@ -124,7 +124,7 @@ def test_help_before_a_script_is_named(capsys: pytest.CaptureFixture[str], monke
     printed = capsys.readouterr()
     assert printed.err == ""
     page = " ".join(printed.out.split())
-    assert "found by what the script imports" in page and all(name in page for name in HOSTS)
+    assert "named by --mismatch-host: slime, miles, megatron-lm, verl, nemo-rl. " in page  # the others have own doors
     for action in add_arguments(ArgumentParser(add_help=False))._actions:
         if action.help != SUPPRESS:  # the spellings with underscores
             assert all(f"{flag} " in page or f"{flag}," in page for flag in action.option_strings)

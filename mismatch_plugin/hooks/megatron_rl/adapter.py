@@ -7,7 +7,6 @@ Nothing of Megatron is imported until a function needs it.
 
 from __future__ import annotations
 
-import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -18,23 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_plugin.config import MismatchConfig, MismatchWarning
+from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.flags import add_arguments
-from mismatch_plugin.core.packed import HALF
 from mismatch_plugin.hooks.base import Given, Host, Plan, peek, start_block
 from mismatch_plugin.hooks.hosts import MEGATRON_LM
 from mismatch_plugin.hooks.megatron_rl.config import (
     COEFFICIENT,
-    HALF_PRECISION,
     IS_CORRECTION,
     describe,
     settings,
-    sums_tokens,
     without_mask,
 )
-from mismatch_plugin.hooks.megatron_rl.loss import Clip, GrpoTerms, grpo_terms, pack
+from mismatch_plugin.hooks.megatron_rl.loss import GrpoTerms, grpo_terms, pack
 from mismatch_plugin.hooks.megatron_step import MegatronStep
-from mismatch_plugin.hooks.version import validate_megatron_version, version_line
+from mismatch_plugin.hooks.version import version_line
 from mismatch_plugin.parallel.groups import ParallelGroups
 
 
@@ -45,7 +41,6 @@ class _Run:
     args: Namespace | None = None
     config: MismatchConfig | None = None
     host_get_logprobs: Callable[..., Tensor] | None = None
-    warned = False
 
     def __init__(self) -> None:
         self.step = MegatronStep(_log, is_first=_is_first)
@@ -174,16 +169,14 @@ def calculate_grpo_loss(
     """Megatron's `calculate_grpo_loss` with the correction; the same arguments, and the loss mask [b, s − 1].
 
     Shapes: log-probs [b, s − 1] with advantages [b], or one bin [1, bin − 1] with advantages [sequences] and the
-    sequences' starts and lengths in it. is_truncation_coef is `tis.upper_bound` (`settings` reads the argument).
+    sequences' starts and lengths in it. ε, β, entropy weight and is_truncation_coef are in the settings
+    already, which `settings` read from Megatron's arguments.
     Returns six tensors of the log-probs' shape, float32 where they were half precision.
     Raises: ValueError where a setting needs the loss mask and there is none. Host syncs and collectives: none.
     """
     config, _ = _current_settings()
     if loss_mask is None:
         config = RUN.step.config = without_mask(config)
-    if old_logprobs.dtype in HALF and sums_tokens(config) and not RUN.warned:
-        RUN.warned = True
-        warnings.warn(f"log-probs are {HALF_PRECISION}.", MismatchWarning, stacklevel=2)
     packed = pack(
         config,
         old=old_logprobs.to(current_logprobs.device),
@@ -193,9 +186,8 @@ def calculate_grpo_loss(
         seq_starts=seq_starts,
         seq_lengths=seq_lengths,
     )
-    clip = Clip(clamp_eps_lower, clamp_eps_upper, kl_beta, entropy_weight)
     terms, statistics = grpo_terms(
-        current_logprobs, ref_logprobs, packed, config, clip, RUN.step.factor(config), RUN.step.thresholds
+        current_logprobs, ref_logprobs, packed, config, RUN.step.factor(config), RUN.step.thresholds
     )
     if torch.is_grad_enabled():
         RUN.step.add(statistics)
@@ -248,7 +240,6 @@ def plan(host: Host, given: Given, script: Path | None) -> Plan:
                 f"{flag} weighs the loss (algorithm 2), but the plugin's flags choose algorithm "
                 f"{given.config.algorithm}: add --use-tis, or leave {flag} out (the launcher adds what it needs)."
             )
-    validate_megatron_version([] if script is None else [script.parent])
     patched = script is not None and b"mismatch_plugin" in script.read_bytes()
     added = () if corrects else (IS_CORRECTION,)
     args.rl_inference_logprobs_is_correction, args.mismatch_settings = True, given.settings

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -35,16 +34,6 @@ class GrpoTerms(NamedTuple):
     entropy_term: Tensor
     truncated_from_above: Tensor
     truncated_from_below: Tensor
-
-
-@dataclass(frozen=True)
-class Clip:
-    """What Megatron passes next to the tensors: --grpo-clamp-eps-*, --grpo-kl-beta, --grpo-entropy-term-weight."""
-
-    eps_lower: float
-    eps_upper: float
-    kl_beta: float
-    entropy_weight: float
 
 
 def bin_lengths(starts: Sequence[int], lengths: Sequence[int], width: int) -> tuple[int, ...]:
@@ -119,30 +108,29 @@ def grpo_terms(
     ref: Tensor,
     packed: PackedSequences,
     config: MismatchConfig,
-    clip: Clip,
     batch_factor: Tensor | float | None = None,
     thresholds: Mapping[str, Tensor] | None = None,
 ) -> tuple[GrpoTerms, Statistics]:
     """Per-token loss of the algorithm that the two flags choose, with Megatron's KL and entropy terms.
 
     log_probs, ref: [b, s − 1], any float dtype; half precision is widened to float32. packed: from `pack`.
+    config: from `settings`, with Megatron's own ε, β and λ (the entropy coefficient).
     loss = w · keep · policy term + β · (e^d − d − 1) + λ · p log p, d = log π_ref − log π_θ, p = π_θ of the token.
     Rejection scales neither added term; importance weights scale the KL where `terms.kl_importance_weighted` says so.
     Under the mask all is 0 and nothing, not even NaN, leaks.
     Host syncs: none. Gradient: through log_probs only.
     """
     shape = log_probs.shape
-    eps_low = min(clip.eps_lower, 1.0)  # no ratio is below 0
-    ppo = config.ppo.model_copy(update={"eps_clip_low": eps_low, "eps_clip_high": clip.eps_upper})
-    terms = {"kl_coef": clip.kl_beta, "kl_type": "k3", "entropy_coef": 0.0}
-    config = config.model_copy(update={"ppo": ppo, "terms": config.terms.model_copy(update=terms)})
+    entropy_weight = config.terms.entropy_coef
+    terms = config.terms.model_copy(update={"kl_type": "k3", "entropy_coef": 0.0})
+    config = config.model_copy(update={"terms": terms})
     widened = packed.replace(ref_log_probs=_widen(ref))
     token = token_loss(log_probs.reshape(-1), widened, config, batch_factor=batch_factor, thresholds=thresholds)
     log_p = token.log_probs
     entropy = -log_p.exp() * log_p  # Megatron's own estimator, of the sampled token alone
     kl = token.kl()
     assert kl is not None  # ref is given
-    low, high, log_r = 1.0 - clip.eps_lower, 1.0 + clip.eps_upper, token.log_r
+    low, high, log_r = 1.0 - config.ppo.eps_clip_low, 1.0 + config.ppo.eps_clip_high, token.log_r
     if log_r is None:  # REINFORCE: no clip, and in algorithm 3 a weight
         weighs = config.use_rollout_log_probs
         low, high = (config.tis.lower, config.tis.upper) if weighs and not config.weighs_by_sign else (0.0, math.inf)
@@ -151,7 +139,7 @@ def grpo_terms(
         log_r = torch.where(token.selected, log_p - anchor, 0.0)
     ratios = bounded_exp(log_r.detach())
     above, below = (ratios > high) & token.selected, (ratios < low) & token.selected
-    columns = (token.total() - clip.entropy_weight * entropy, kl, ratios, entropy, above, below)
+    columns = (token.total() - entropy_weight * entropy, kl, ratios, entropy, above, below)
     return GrpoTerms(*(value.view(shape) for value in columns)), sum_tokens(token).statistics
 
 

@@ -1,6 +1,6 @@
 """NeMo-RL: a loss object in the place of the one that GRPO's `setup` makes."""
 
-from mismatch_plugin.hooks.nemo_rl.adapter import MismatchLoss, install, with_mismatch_loss
+from mismatch_plugin.hooks.nemo_rl.adapter import MismatchLoss, install
 from mismatch_plugin.hooks.nemo_rl.config import describe, settings
 
-__all__ = ["MismatchLoss", "describe", "install", "settings", "with_mismatch_loss"]
+__all__ = ["MismatchLoss", "describe", "install", "settings"]

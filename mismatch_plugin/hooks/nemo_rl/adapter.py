@@ -29,11 +29,9 @@ from mismatch_plugin.core.metrics.formulas import State
 from mismatch_plugin.core.metrics.registry import PREFIX, means
 from mismatch_plugin.core.objectives import kl_to_reference, score_function_kl
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.hooks.base import Given, Host, Plan, peek, start_block, wrap_once, wrapped_by
+from mismatch_plugin.hooks.base import Given, Host, Plan, peek, start_block, wrap_once
 from mismatch_plugin.hooks.hosts import NEMO_RL
 from mismatch_plugin.hooks.nemo_rl.config import describe, loss_settings, settings
-from mismatch_plugin.hooks.nemo_rl.groups import GroupAdvantages
-from mismatch_plugin.hooks.ray_actors import check_actors
 from mismatch_plugin.hooks.tree import put, read_overrides, text
 from mismatch_plugin.hooks.version import version_line
 from mismatch_plugin.limits import SAFETY_BOUND
@@ -200,11 +198,6 @@ def summable_metrics(
     return metrics
 
 
-def with_mismatch_loss(setup: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """NeMo-RL's `setup` as a patched tree decorates it: see `setup_with_loss`."""
-    return wrapped_by(setup_with_loss, setup)
-
-
 def install() -> None:
     """Wrap `nemo_rl.algorithms.grpo.setup`, also where the script has imported it by name already. Idempotent."""
     wrap_once(_GRPO, "setup", setup_with_loss)
@@ -216,18 +209,14 @@ def setup_with_loss(
     """What NeMo-RL's `setup` returns with our loss in the place of its own, the start-up block printed, and its logger
     writing each step to the report folder; its own without `loss_fn.mismatch`.
 
-    Raises: ValueError where what `setup` returns holds no loss or no logger, the settings contradict NeMo-RL's, or
-    workers cannot load the loss.
+    Raises: ValueError where what `setup` returns holds no loss or no logger, or the settings contradict NeMo-RL's.
     """
     if loss_settings(master_config).get("mismatch") is None:
         return own(master_config, *args, **kwargs)
     config = settings(master_config)
     lines = describe(config, master_config)  # a mistake shows before the cluster starts
-    check_actors()
     if config.report_dir is not None:
         validate_same_settings(config.report_dir, config, holds=True)
-    if config.rs.group != "keep":
-        GroupAdvantages(config).install()
     print(start_block("nemo-rl", [*lines, version_line(NEMO_RL)]), flush=True)
     made = own(master_config, *args, **kwargs)
     theirs = _only(made, "loss", lambda item: hasattr(item, "input_type") and hasattr(item, "loss_type"))
@@ -283,7 +272,7 @@ def plan(host: Host, given: Given, script: Path | None) -> Plan:
 
 
 def _sections(path: Path, given: Given) -> dict[str, Any]:
-    """`loss_fn`, `policy` and `grpo` of the YAML, its `defaults` resolved, with the overrides of the line."""
+    """`loss_fn` and `policy` of the YAML, its `defaults` resolved, with the overrides of the line."""
     if not path.is_file():
         raise ValueError(f"NeMo-RL's configuration {path} does not exist: give --config FILE.")
     sections = _read(path)
@@ -297,7 +286,7 @@ def _read(path: Path) -> dict[str, Any]:
     """These sections of a file, over those of the files that its `defaults` name."""
     data = read_mapping(path)
     defaults = data.get("defaults") or []
-    sections: dict[str, Any] = {_SECTION: {}, "policy": {}, "grpo": {}}
+    sections: dict[str, Any] = {_SECTION: {}, "policy": {}}
     for parent in [defaults] if isinstance(defaults, str) else defaults:
         sections = merge(sections, _read(path.parent / str(parent)))
     return merge(sections, {name: data.get(name) or {} for name in sections})

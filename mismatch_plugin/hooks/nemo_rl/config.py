@@ -71,17 +71,6 @@ def settings(host_config: Any) -> MismatchConfig:
             "loss_fn.use_importance_sampling_correction asks for weights, and algorithm 0 of these settings has "
             "none: switch it off, or choose another algorithm."
         )
-    estimator = (section(host_config, "grpo").get("adv_estimator") or {}).get("name") or "grpo"
-    if config.rs.group != "keep" and estimator != "grpo":
-        raise ValueError(
-            f"rs.group {config.rs.group} is about the responses to one prompt, and grpo.adv_estimator.name {estimator} "
-            f"forms other advantages: choose grpo, or leave rs.group out."
-        )
-    if config.rs.group != "keep" and host.get("force_on_policy_ratio"):
-        raise ValueError(
-            f"{BLOCK}.rs.group {config.rs.group} needs prev_logprobs before advantages, and "
-            f"loss_fn.force_on_policy_ratio skips their pass: switch it off, or leave rs.group out."
-        )
     return config
 
 

@@ -14,7 +14,6 @@ from mismatch_plugin.config.documents import parse_yaml
 from mismatch_plugin.config.flags import destinations
 from mismatch_plugin.config.values import ignore_mismatch_warnings
 from mismatch_plugin.hooks.base import Given, Host, Plan, peek, settled, wrap_once
-from mismatch_plugin.hooks.ray_actors import check_actors
 from mismatch_plugin.hooks.slime.config import (
     ARGUMENTS,
     HOOKS,
@@ -29,8 +28,6 @@ from mismatch_plugin.hooks.slime.config import (
     why_our_loss,
 )
 from mismatch_plugin.hooks.slime.samples import wrap_data_source
-from mismatch_plugin.hooks.slime.versions import validate_versions_kept
-from mismatch_plugin.hooks.version import validate_megatron_version
 
 TABLE: dict[str, dict[str, Any]] = {
     flag(name): {"default": default} | ({"action": "store_true"} if kind is bool else {"type": kind})
@@ -57,10 +54,7 @@ def plan(host: Host, given: Given, script: Path | None) -> Plan:
     ours = [name for name in sorted(file) if name in flags or name.startswith("mismatch_")]
     if not (given.flags or ours or args.use_tis or args.use_rollout_logprobs):
         return Plan.untouched(host, given)
-    validate_megatron_version([] if script is None else [script.parent])
     config = _settings(host, given, args, ours)
-    if config.rs.max_staleness is not None:
-        validate_versions_kept(host.name, script)
     added = _arguments(host, config, args, typed | file.keys())
     settings = args.mismatch_settings
     config = check_arguments(args, host) or config
@@ -76,7 +70,6 @@ def plan(host: Host, given: Given, script: Path | None) -> Plan:
         with ignore_mismatch_warnings():  # the block has said them
             check_arguments(namespace, host)
         wrap_data_source(host.name, namespace)
-        check_actors()
 
     install = partial(wrap_once, *host.reads[0], settled(settle))
     return Plan((*given.host_argv, *added), tuple(added), tuple(lines), install, config, settle)

@@ -42,11 +42,7 @@ def settings(host_config: Any) -> MismatchConfig:
     whose weights the driver makes, one micro-batch for algorithm 3.
     Raises: ValueError, one sentence, where the block contradicts verl's keys or asks for what verl decides.
     """
-    block, actor = _parts(host_config)
-    whole = host_config.get("actor_rollout_ref") is not None
-    bypass = bool(block.get("bypass_mode") or block.get("bypass_old_logprob_for_rollout"))
-    late = not bypass and not (whole and _counts_first(host_config))
-    return _build(json.dumps([block, actor, late], sort_keys=True))
+    return _build(json.dumps(_parts(host_config), sort_keys=True))
 
 
 def has_block(rollout_correction: Any) -> bool:
@@ -178,7 +174,7 @@ def _parts(host_config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @lru_cache(maxsize=16)
 def _build(given: str) -> MismatchConfig:
-    block, actor, late = json.loads(given)
+    block, actor = json.loads(given)
     own, name = take_block(block, RC)
     with ignore_mismatch_warnings():  # the merged configuration says what has no effect
         read = from_verl({**block, **actor})
@@ -202,7 +198,7 @@ def _build(given: str) -> MismatchConfig:
         criteria = base.get("rs", {}).get("criteria", ()), (own.get("rs") or {}).get("criteria") or ()
         if all(criteria):
             own = merge(own, {"rs": {"criteria": [*criteria[0], *criteria[1]]}})
-    config = resolve(VERL, own, theirs, base=base, allowed=("accepted",) if late else ())
+    config = resolve(VERL, own, theirs, base=base)
     if bypass and config.changes_denominator and config.terms.rollout_kl_coef and config.terms.rollout_kl_on == "all":
         raise ValueError(
             f"{BLOCK}.terms.rollout_kl_on all reaches no rejected token in verl, which aggregates over accepted ones: "

@@ -130,7 +130,7 @@ class Outcome:
     given: dict[str, Any] | None
 
 
-def ray_tree(folder: Path, host: str, megatron: tuple[int, int] = (0, 16), patched: bool = False) -> Path:
+def ray_tree(folder: Path, host: str, patched: bool = False) -> Path:
     """A tree of slime or miles; returns its train.py. patched: as the patch of its arguments.py leaves it."""
     arguments = _RAY_ARGUMENTS + _PARSE[host]
     if patched:
@@ -139,13 +139,12 @@ def ray_tree(folder: Path, host: str, megatron: tuple[int, int] = (0, 16), patch
     _write(folder / host / "__init__.py", "")
     _write(folder / host / "utils" / "__init__.py", "")
     _write(folder / host / "utils" / "arguments.py", arguments)
-    megatron_core(folder, megatron)
     return _write(folder / "train.py", _RAY_SCRIPT.replace("HOST", host))
 
 
 def megatron_tree(folder: Path, patched: bool = False, parameters: str = "") -> Path:
     """A tree of Megatron-LM RL; returns its train_rl.py. parameters: more of them on its calculate_grpo_loss."""
-    megatron_core(folder, (0, 20))
+    _write(folder / "megatron" / "core" / "package_info.py", "MAJOR = 0\nMINOR = 20\nPATCH = 0\n")
     loss = _MEGATRON_UTILS.replace("seq_lengths=None)", f"seq_lengths=None{parameters})")
     _write(folder / "megatron" / "rl" / "rl_utils.py", loss)
     _write(folder / "megatron" / "inference" / "utils.py", _MEGATRON_INFERENCE)
@@ -156,12 +155,6 @@ def megatron_tree(folder: Path, patched: bool = False, parameters: str = "") -> 
         script = script.replace("from megatron.rl.rl_utils import", ours)
         script = script.replace("(add_inference_args)", "(mismatch.extra_args_provider(add_inference_args))")
     return _write(folder / "train_rl.py", script)
-
-
-def megatron_core(folder: Path, version: tuple[int, int]) -> None:
-    """The part of megatron-core that names its version."""
-    text = f"MAJOR = {version[0]}\nMINOR = {version[1]}\nPATCH = 0\n"
-    _write(folder / "megatron" / "core" / "package_info.py", text)
 
 
 def launch(script: Path, line: str, *more: str, env: dict[str, str] | None = None) -> Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,9 +11,9 @@ from torch import Tensor
 
 import mismatch_plugin as mp
 from mismatch_plugin.core.metrics.state import Statistics
-from mismatch_plugin.hooks.megatron_rl.loss import Clip, GrpoTerms, grpo_terms, pack
+from mismatch_plugin.hooks.megatron_rl.loss import GrpoTerms, grpo_terms, pack
 
-CLIP = Clip(eps_lower=0.2, eps_upper=0.28, kl_beta=0.03, entropy_weight=0.01)
+CLIP = SimpleNamespace(eps_lower=0.2, eps_upper=0.28, kl_beta=0.03, entropy_weight=0.01)
 STARTS, LENGTHS, WIDTH = [0, 6, 11], [6, 5, 4], 17  # three sequences and padding in one bin of 17 log-probs
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "0": {},
@@ -88,7 +89,8 @@ def run_loss(
         loss_mask=data["mask"] if masked else None,
         **place,
     )
-    terms, statistics = grpo_terms(current, data["ref"], packed, config, CLIP)
+    weights = config.terms.model_copy(update={"entropy_coef": CLIP.entropy_weight})
+    terms, statistics = grpo_terms(current, data["ref"], packed, config.model_copy(update={"terms": weights}))
     (terms.loss * data["mask"]).sum().backward()
     assert current.grad is not None
     return terms, current.grad, statistics

@@ -1,4 +1,4 @@
-"""NeMo-RL's own loss, estimator and enums, out of a checkout."""
+"""NeMo-RL's own loss, baseline and enums, out of a checkout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ ENUMS = {
     "MetricNormalizer": {"TOKENS", "SEQUENCES", "NONE"},
     "LossInputType": {"LOGIT", "LOGPROB", "DISTILLATION", "DISTILLATION_CROSS_TOKENIZER", "DRAFT"},
 }
-ESTIMATORS = "nemo_rl/algorithms/advantage_estimator.py"
 READ_METRICS = ("loss", "token_mult_prob_error", "gen_kl_error")
 """Metrics of a loss that GRPO's log reads without asking."""
 
@@ -46,12 +45,12 @@ def own_loss(root: Path, settings: dict[str, Any]) -> Any:
     return names["ClippedPGLossFn"](config(**settings))
 
 
-def own_grpo(root: Path) -> tuple[Any, Any]:
-    """(NeMo-RL's GRPOAdvantageEstimator, its baseline function) from its source."""
-    names: dict[str, Any] = {"torch": torch, "Optional": Optional, "AdvEstimatorConfig": Any}
-    _execute(_only(root, UTILITIES, ["calculate_baseline_and_std_per_prompt"]), names)
-    _execute(_only(root, ESTIMATORS, ["GRPOAdvantageEstimator"]), names)
-    return names["GRPOAdvantageEstimator"], names["calculate_baseline_and_std_per_prompt"]
+def own_baseline(root: Path) -> Any:
+    """NeMo-RL's baseline function from its source."""
+    names: dict[str, Any] = {"torch": torch, "Optional": Optional}
+    return _execute(_only(root, UTILITIES, ["calculate_baseline_and_std_per_prompt"]), names)[
+        "calculate_baseline_and_std_per_prompt"
+    ]
 
 
 def _only(root: Path, file: str, names: Iterable[str]) -> list[Any]:

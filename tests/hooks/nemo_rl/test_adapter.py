@@ -6,6 +6,7 @@ import math
 import pickle
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,7 +16,8 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.hooks.nemo_rl import MismatchLoss, settings, with_mismatch_loss
+from mismatch_plugin.hooks.nemo_rl import MismatchLoss, settings
+from mismatch_plugin.hooks.nemo_rl.adapter import setup_with_loss
 from mismatch_plugin.report.log import read_steps
 from tests.hooks.contracts import nemo_rl as contract
 from tests.host_source import host_source
@@ -183,7 +185,7 @@ def test_settings_by_hand() -> None:
 def test_setup_returns_our_loss_in_the_place_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     own = SimpleNamespace(input_type="logprob", loss_type="token_level", use_fused_linear_logprobs=True)
 
-    wrapped = with_mismatch_loss(with_mismatch_loss(lambda master_config, tokenizer: ("policy", own, tokenizer)))
+    wrapped = partial(setup_with_loss, lambda master_config, tokenizer: ("policy", own, tokenizer))
     config = {"loss_fn": {"mismatch": BLOCKS["1"]}}
     policy, loss, tokenizer = wrapped(config, tokenizer="tokenizer")
     assert (policy, tokenizer) == ("policy", "tokenizer")
@@ -192,7 +194,7 @@ def test_setup_returns_our_loss_in_the_place_of_its_own(capsys: pytest.CaptureFi
     assert "algorithm 1: bypass PPO" in printed and "host: nemo-rl " in printed
     assert wrapped({"loss_fn": {}}, "t")[1] is own  # not asked for
     with pytest.raises(ValueError, match="with 0 items that may be its loss"):
-        with_mismatch_loss(lambda master_config: ("policy",))(config)
+        setup_with_loss(lambda master_config: ("policy",), config)
 
 
 def test_a_report_folder_gets_each_step_that_the_logger_gets(tmp_path: Path) -> None:
@@ -200,7 +202,7 @@ def test_a_report_folder_gets_each_step_that_the_logger_gets(tmp_path: Path) -> 
     logged: list[tuple[Any, ...]] = []
     logger = SimpleNamespace(log_metrics=lambda metrics, step, prefix="", **rest: logged.append((step, prefix, rest)))
     config = {"loss_fn": {"mismatch": {**BLOCKS["3 sequence"], "report_dir": str(tmp_path)}}}
-    made = with_mismatch_loss(lambda master_config: ("policy", own, logger))(config)
+    made = setup_with_loss(lambda master_config: ("policy", own, logger), config)
     losses = call(made[1], *batch(), float(MASK.sum()), 3)[2]
     for step in (1, 2):
         made[2].log_metrics({"fetch": 0.1}, step, prefix="timing/train", step_finished=True)
@@ -211,7 +213,7 @@ def test_a_report_folder_gets_each_step_that_the_logger_gets(tmp_path: Path) -> 
     assert first["rollout_corr/k3_kl"] == losses["rollout_corr/k3_kl"] and "fetch" not in first
     other = {"loss_fn": {"mismatch": {**BLOCKS["1"], "report_dir": str(tmp_path)}}}
     with pytest.raises(ValueError, match="give this run another folder"):  # before the cluster starts
-        with_mismatch_loss(lambda master_config: pytest.fail("setup ran"))(other)
+        setup_with_loss(lambda master_config: pytest.fail("setup ran"), other)
 
 
 # NeMo-RL's own loss, from a checkout ----------------------------------------------------------------------------------

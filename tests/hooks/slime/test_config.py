@@ -127,6 +127,12 @@ def test_the_host_s_values_are_read(changes: Changes, names: str, values: tuple[
     assert found == dict(zip(found, values, strict=True))
 
 
+def test_a_switch_in_the_file_that_makes_a_preset_another_algorithm_is_told() -> None:
+    args = arguments(**HOOK, mismatch_preset="disabled", use_tis=True, tis_mode="clip")
+    with pytest.warns(mp.MismatchWarning, match="preset disabled is algorithm 0 .*, and --use-tis makes it 2"):
+        slime.settings(args)
+
+
 def test_criteria_of_the_host_s_switches_and_files() -> None:
     def bounds(**changes: Any) -> list[tuple[str, float | None, float | None]]:
         rules = slime.settings(arguments(**changes)).criteria

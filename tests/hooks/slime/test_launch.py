@@ -5,18 +5,14 @@ The trees parse as the hosts do; with the hosts' source named by MISMATCH_HOST_S
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from base64 import b64encode
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
 
-from mismatch_plugin.hooks import miles, ray_actors, slime
+from mismatch_plugin.hooks import miles, slime
 from mismatch_plugin.hooks.base import Plan
 from mismatch_plugin.hooks.hosts import find_host
 from mismatch_plugin.hooks.slime.adapter import RayAdapter
@@ -188,40 +184,6 @@ def test_one_sentence_for_each_mistake(text: str, line: str, message: str, tmp_p
     with pytest.raises(ValueError, match=message) as caught:
         plan_of(tmp_path, f"{line} {_yaml(tmp_path, text) if text else ''}")
     assert text or "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("other", "sentence"),
-    [
-        (None, r"cannot be imported in Ray's processes on 10\.0\.0\.2 \(ModuleNotFoundError.*--runtime-env-json"),
-        (SimpleNamespace(__version__="0.0"), r"here, but 10\.0\.0\.2 has 0\.0: install one version on every node"),
-    ],
-)
-def test_the_plugin_missing_in_ray_s_processes_is_said(
-    other: object, sentence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stand-in for ray whose second node has another package, or none; the third is dead."""
-    nodes = [{"NodeID": n, "NodeManagerAddress": f"10.0.0.{n}", "Alive": n != 3} for n in (1, 2, 3)]
-
-    def task(probe: Any) -> Any:
-        def ran(node: int) -> Any:
-            with pytest.MonkeyPatch.context() as patch:
-                if node == 2:
-                    patch.setitem(sys.modules, "mismatch_plugin", other)
-                return probe()
-
-        def options(scheduling_strategy: int) -> Any:
-            return SimpleNamespace(remote=partial(ran, scheduling_strategy))
-
-        return SimpleNamespace(options=options)
-
-    ray = SimpleNamespace(nodes=lambda: nodes, is_initialized=lambda: True, get=lambda answer: answer)
-    ray.remote = lambda num_cpus: task
-    strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: node)
-    for name, module in {"ray": ray, "ray.util": ray, "ray.util.scheduling_strategies": strategies}.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    with pytest.raises(ValueError, match=sentence):
-        ray_actors.check_actors()
 
 
 # The hosts' own -------------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ UIDS = ["a", "b", "a", "a", "b"]
 REJECTING = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.05}
 
 
-@pytest.mark.parametrize("denominator", ["accepted", "original"])
+@pytest.mark.parametrize("denominator", ["auto", "original"])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_advantages_are_those_of_the_accepted_alone(scaled: bool, denominator: str, trainer: ModuleType) -> None:
     """verl's own function on the accepted responses, the others left out of its batch."""
