@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.core.correction_state import CorrectionState, any_of
-from mismatch_plugin.core.host import largest, on_host
 from mismatch_plugin.core.metrics.full import full_diagnostics
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.rejection import budget_histogram
@@ -344,7 +343,7 @@ def _maxima(state: CorrectionState, has: Tensor, rows: dict[str, Tensor]) -> tup
     if per_token or state.parts is not None:
         absent = state.tokens.padding if per_token else state.counts_U == 0
         found = [_extremes(of_sequences, {}, has.logical_not())]
-        found += [_extremes(of_units, {}, absent, per_token), _extremes({}, weights, absent, per_token)]
+        found += [_extremes(of_units, {}, absent), _extremes({}, weights, absent)]
     else:
         found = [_extremes(of_sequences | of_units, weights, has.logical_not())]
     if state.token_extremes:
@@ -352,17 +351,12 @@ def _maxima(state: CorrectionState, has: Tensor, rows: dict[str, Tensor]) -> tup
     return [name for names, _ in found for name in names], [values for names, values in found if names]
 
 
-def _extremes(
-    both: dict[str, Tensor], above: dict[str, Tensor], absent: Tensor, zero_where_absent: bool = False
-) -> tuple[list[str], Tensor]:
+def _extremes(both: dict[str, Tensor], above: dict[str, Tensor], absent: Tensor) -> tuple[list[str], Tensor]:
     """Names and values of the maxima of all rows and the negated minima of the first kind, over what is not absent."""
     names = [*both, *above, *(f"-{name}" for name in both)]
     if not names or absent.numel() == 0:
         return names, absent.new_full((len(names),), -torch.inf, dtype=torch.float64)
     rows = [*both.values(), *above.values()]
-    if zero_where_absent and on_host(absent):
-        negated = [largest(row, absent, of_negated=True) for row in both.values()]
-        return names, torch.stack([*(largest(row, absent) for row in rows), *negated])
     values = torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0)
     parts = [values.masked_fill(absent, -torch.inf).amax(1)]
     if both:
