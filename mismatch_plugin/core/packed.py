@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 _INTEGER_FIELDS = ("positions", "weight_versions", "unit_ids")
 HALF = (torch.bfloat16, torch.float16)
 """Dtypes that are widened to float32: sums over a response would lose all digits."""
-_LOG_PROBS = ("rollout_log_probs", "old_log_probs", "ref_log_probs")
-_TOKEN_FIELDS = (*_LOG_PROBS, "advantages", "entropy", *_INTEGER_FIELDS)
+_TOKEN_FIELDS = (
+    "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "entropy", *_INTEGER_FIELDS
+)  # fmt: skip
 _ONE_POLICY = (
     "old_log_probs and train_log_probs are two names of log π_old, the policy before the step: give one of them. "
     "π_θ goes to policy_loss as log_probs."
@@ -86,8 +87,6 @@ class PackedSequences:
                 )
             if value is not None and name in _INTEGER_FIELDS and value.is_floating_point():
                 raise ValueError(f"{name} has dtype {value.dtype}: pass whole numbers, such as int64.")
-            if value is not None and name in _LOG_PROBS and value.dtype == torch.bool:
-                raise ValueError(f"{name} has dtype torch.bool: pass log-probs, such as float32 (is it a mask?).")
             if value is not None and name in _TOKEN_FIELDS and value.dtype in HALF:
                 object.__setattr__(self, name, value.float())
         if self.trainer_version is not None:
@@ -301,13 +300,7 @@ class PackedSequences:
         return packed
 
     @classmethod
-    def from_padded(
-        cls,
-        *,
-        loss_masks: Tensor,
-        lengths: Sequence[int] | None = None,
-        **fields: Any,
-    ) -> PackedSequences:
+    def from_padded(cls, *, loss_masks: Tensor, lengths: Sequence[int] | None = None, **fields: Any) -> PackedSequences:
         """Pack [B, S] tensors (same keywords as `from_lists`). `lengths` cuts padding off; without it every row is S
         long and padding must have loss_mask 0. advantages and rewards may be [B]. `policy_loss` then takes log_probs
         [B, S], and `to_padded` gives [B, S] back.
