@@ -15,15 +15,7 @@ from torch import Tensor
 
 import mismatch_plugin as mp
 from mismatch_plugin.config.criteria import Aggregate, Statistic
-from tests.plain import (
-    TRAINER_VERSION,
-    Response,
-    algorithm,
-    corrects,
-    loss_reads_rollout,
-    runs,
-    weighs_by_sign,
-)
+from tests.plain import TRAINER_VERSION, Response, algorithm, corrects, loss_reads_rollout, runs, weighs_by_sign
 from tests.plain_loss import Answer, objective_of
 
 OPTIONAL = ("rollout", "old", "ref", "entropy", "positions", "versions", "turns")

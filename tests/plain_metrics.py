@@ -311,10 +311,7 @@ def bucket(value: float, edges: Sequence[float], near: Near) -> str:
 
 def full(responses: list[list[Token]], tokens: list[Token], batch: list[Response], near: Near) -> Metrics:
     gaps = [abs(math.exp(token.train) - math.exp(token.rollout)) for token in tokens]
-    found: Metrics = {
-        "probability_difference_mean": mean(gaps),
-        "probability_difference_max": max(gaps, default=0.0),
-    }
+    found: Metrics = {"probability_difference_mean": mean(gaps), "probability_difference_max": max(gaps, default=0.0)}
     ordered = sorted(token.log_ratio for token in tokens)
     for name, share in QUANTILES.items():
         index = max(math.ceil(share * len(ordered) - 1e-9), 1) - 1

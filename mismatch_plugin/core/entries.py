@@ -24,8 +24,6 @@ def flatten_entries(
         raise ValueError(f"{name} has {len(values)} sequences, loss_masks {len(lengths)}: pass one entry a sequence.")
     rows = [_entry(name, row, length, label, integer) for row, length, label in zip(values, lengths, ids, strict=True)]
     flat = torch.cat(rows) if rows else torch.zeros(0)
-    if flat.dtype == torch.bool and name.endswith("log_probs"):
-        return flat  # refused where the batch is made
     if not integer:
         return flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
     if flat.is_floating_point() and flat.device.type == "cpu":
@@ -43,8 +41,6 @@ def _entry(name: str, row: Any, length: int, label: object, integer: bool) -> Te
     """One sequence's values, [length]; NaN for None in a list."""
     try:
         if isinstance(row, (list, tuple)):
-            if name.endswith("log_probs") and row and isinstance(row[0], bool):
-                raise ValueError("it holds bools, is it a mask?")
             tensor = torch.as_tensor(np.array(row, dtype=np.float64))
             tensor = tensor if integer else tensor.to(torch.get_default_dtype())
         else:

@@ -24,15 +24,6 @@ def on_host(values: Tensor) -> bool:
     return ENABLED and values.device.type == "cpu" and not watched and type(values) in (Tensor, torch.nn.Parameter)
 
 
-def largest(values_T: Tensor, absent_T: Tensor, of_negated: bool = False) -> Tensor:
-    """Maximum of the values, or of their negatives, over what is not absent; there they are 0. −inf where all is."""
-    highest = values_T.amin().neg_() if of_negated else values_T.amax()
-    if highest > 0:  # then what is absent did not make it
-        return highest
-    filled = values_T.masked_fill(absent_T, torch.inf if of_negated else -torch.inf)
-    return filled.amin().neg_() if of_negated else filled.amax()
-
-
 class SequenceSums:
     """Σ over each sequence of [T] columns, in float64: `segment_reduce` there is four times slower."""
 

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 _INTEGER_FIELDS = ("positions", "weight_versions", "unit_ids")
 HALF = (torch.bfloat16, torch.float16)
 """Dtypes that are widened to float32: sums over a response would lose all digits."""
-_LOG_PROBS = ("rollout_log_probs", "old_log_probs", "ref_log_probs")
-_TOKEN_FIELDS = (*_LOG_PROBS, "advantages", "entropy", *_INTEGER_FIELDS)
+_TOKEN_FIELDS = (
+    "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "entropy", *_INTEGER_FIELDS
+)  # fmt: skip
 _ONE_POLICY = (
     "old_log_probs and train_log_probs are two names of log π_old, the policy before the step: give one of them. "
     "π_θ goes to policy_loss as log_probs."
@@ -86,22 +87,10 @@ class PackedSequences:
                 )
             if value is not None and name in _INTEGER_FIELDS and value.is_floating_point():
                 raise ValueError(f"{name} has dtype {value.dtype}: pass whole numbers, such as int64.")
-            if value is not None and name in _LOG_PROBS and value.dtype == torch.bool:
-                raise ValueError(f"{name} has dtype torch.bool: pass log-probs, such as float32 (is it a mask?).")
             if value is not None and name in _TOKEN_FIELDS and value.dtype in HALF:
                 object.__setattr__(self, name, value.float())
-        version = self.trainer_version
-        if version is not None:
-            if (
-                isinstance(version, bool)
-                or not hasattr(version, "__index__")
-                or not 0 <= operator.index(version) < 2**62
-            ):
-                raise ValueError(
-                    f"trainer_version is {version!r}: pass the number of the weights that train, an int on the host, "
-                    f"counted as weight_versions are."
-                )
-            object.__setattr__(self, "trainer_version", operator.index(version))
+        if self.trainer_version is not None:
+            object.__setattr__(self, "trainer_version", operator.index(self.trainer_version))
         if not self.sequence_ids:
             object.__setattr__(self, "sequence_ids", tuple(range(len(self.lengths))))
         for name in ("sequence_ids", "unit_counts", "chunk_lengths"):
@@ -302,42 +291,30 @@ class PackedSequences:
         if rewards is not None:
             fields["rewards"] = torch.as_tensor(rewards, dtype=torch.float32)
         packed = cls(loss_mask=trained, lengths=lengths, sequence_ids=ids, trainer_version=trainer_version, **fields)
-        return packed._checked()
+        rollout, old = packed.rollout_log_probs, packed.old_log_probs
+        if rollout is not None and rollout.device.type == "cpu":
+            train = torch.zeros_like(rollout) if old is None else old.detach()
+            found, counts = find_invalid(train, rollout, trained, lengths, ids)
+            object.__setattr__(packed, "invalid", found)
+            object.__setattr__(packed, "invalid_counts", counts)
+        return packed
 
     @classmethod
-    def from_padded(
-        cls,
-        *,
-        loss_masks: Tensor,
-        lengths: Sequence[int] | None = None,
-        rollout_log_probs: Tensor | None = None,
-        old_log_probs: Tensor | None = None,
-        train_log_probs: Tensor | None = None,
-        advantages: Tensor | None = None,
-        ref_log_probs: Tensor | None = None,
-        entropy: Tensor | None = None,
-        positions: Tensor | None = None,
-        weight_versions: Tensor | None = None,
-        trainer_version: int | None = None,
-        unit_ids: Tensor | None = None,
-        rewards: Tensor | Sequence[Any] | None = None,
-        sequence_ids: Sequence[object] | None = None,
-    ) -> PackedSequences:
+    def from_padded(cls, *, loss_masks: Tensor, lengths: Sequence[int] | None = None, **fields: Any) -> PackedSequences:
         """Pack [B, S] tensors (same keywords as `from_lists`). `lengths` cuts padding off; without it every row is S
         long and padding must have loss_mask 0. advantages and rewards may be [B]. `policy_loss` then takes log_probs
         [B, S], and `to_padded` gives [B, S] back.
         Raises ValueError for what is no tensor and for shapes that do not fit.
         """
-        given = locals()
         if not isinstance(loss_masks, Tensor) or loss_masks.dim() != 2:
             raise ValueError("from_padded takes [batch, length] tensors; from_lists one list or 1-D tensor a sequence.")
         batch, width = loss_masks.shape
         keep = [width] * batch if lengths is None else [operator.index(length) for length in lengths]
         if len(keep) != batch or any(not 0 <= length <= width for length in keep):
             raise ValueError(f"lengths {keep} do not fit loss_masks of shape {tuple(loss_masks.shape)}.")
-        rows: dict[str, Any] = {"trainer_version": trainer_version, "rewards": rewards, "sequence_ids": sequence_ids}
+        rows = dict(fields)
         for name in (*_TOKEN_FIELDS, "train_log_probs"):
-            value = given[name]
+            value = fields.get(name)
             if isinstance(value, Tensor) and value.shape == (batch, width):
                 rows[name] = [row[:length] for row, length in zip(value, keep, strict=True)]
             elif name == "advantages" and isinstance(value, Tensor) and value.dim() == 1:
@@ -351,14 +328,3 @@ class PackedSequences:
         packed = cls.from_lists(loss_masks=[row[:n] for row, n in zip(loss_masks, keep, strict=True)], **rows)
         object.__setattr__(packed, "padded_width", width)
         return packed
-
-    def _checked(self) -> PackedSequences:
-        rollout = self.rollout_log_probs
-        if rollout is None or rollout.device.type != "cpu":
-            return self
-        old = self.old_log_probs
-        train = torch.zeros_like(rollout) if old is None else old.detach()
-        found, counts = find_invalid(train, rollout, self.loss_mask, self.lengths, self.sequence_ids)
-        object.__setattr__(self, "invalid", found)
-        object.__setattr__(self, "invalid_counts", counts)
-        return self

@@ -25,10 +25,7 @@ def grown(log_bound: float, scale_U: Tensor | None) -> Tensor | float:
 
 
 def outside_bounds(
-    log_ratio: Tensor,
-    log_lower: Tensor | float | None,
-    log_upper: Tensor | float | None,
-    padding: Tensor | None = None,
+    log_ratio: Tensor, log_lower: Tensor | float | None, log_upper: Tensor | float | None, padding: Tensor | None = None
 ) -> Tensor:
     """l < log lo or l > log hi, as bool. Padding (where l is 0) is never outside; with it bounds are numbers."""
     outside = torch.zeros_like(log_ratio, dtype=torch.bool) if log_upper is None else log_ratio > log_upper

@@ -118,47 +118,25 @@ TWO = {"loss_masks": [[1], [1, 1, 1]], "sequence_ids": ["p7", "p8"]}
 FLAT = {"loss_mask": torch.ones(3).bool(), "lengths": (2, 1)}
 ERRORS: list[tuple[Any, dict[str, Any], str]] = [
     (LISTS, ONE | {"entropy": [[-1.0], [-1.0]]}, "entropy has 2 sequences, loss_masks 1"),
-    (
-        LISTS,
-        TWO | {"rollout_log_probs": [[-1.0], [-1.0, -1.0]]},
-        r"of sequence p8 has shape \(2,\), its loss mask 3 to",
-    ),
+    (LISTS, TWO | {"rollout_log_probs": [[-1.0], [-1.0, -1.0]]}, r"of sequence p8 has shape \(2,\), its loss mask 3"),
     (LISTS, TWO | {"rollout_log_probs": [[-1.0], None]}, "rollout_log_probs of sequence p8 is no list of numbers"),
     (LISTS, {"loss_masks": [[1, 1]], "entropy": [torch.zeros(1, 2)]}, r"entropy .* has shape \(1, 2\)"),
     (LISTS, {"loss_masks": [[1, 2]]}, "loss_masks holds 2: a mask is 1"),
     (LISTS, ONE | {"sequence_ids": ["a", "b"]}, r"sequence_ids has 2"),
     (LISTS, ONE | {"rewards": [1.0, 2.0]}, "rewards"),
-    (
-        LISTS,
-        TWO | {"weight_versions": [[0], [0, 1.5, 0]]},
-        "weight_versions of sequence p8 is .* at position 1: pass whole",
-    ),
-    (
-        LISTS,
-        TWO | {"advantages": [[0.5], [0.5, math.nan, 0.5]]},
-        "advantages of sequence p8 is nan at position 1, a token",
-    ),
-    (
-        LISTS,
-        TWO | {"ref_log_probs": [[0.5], [0.5, math.inf, 0.5]]},
-        "ref_log_probs of sequence p8 is inf at position 1",
-    ),
-    (LISTS, ONE | {"trainer_version": "7"}, r"trainer_version is '7': pass the number of the weights"),
+    (LISTS, TWO | {"weight_versions": [[0], [0, 1.5, 0]]}, "weight_versions of sequence p8 is 1.5 at position 1"),
+    (LISTS, TWO | {"advantages": [[0.5], [0.5, math.nan, 0.5]]}, "advantages of sequence p8 is nan at position 1"),
+    (LISTS, TWO | {"ref_log_probs": [[0.5], [0.5, math.inf, 1]]}, "ref_log_probs of sequence p8 is inf at position 1"),
     (PADDED, {"loss_masks": torch.ones(3)}, r"from_padded takes \[batch, length\] tensors"),
     (PADDED, SQUARE | {"entropy": torch.ones(2, 4)}, r"entropy has shape \(2, 4\): .* of loss_masks, \(2, 3\)"),
     (PADDED, SQUARE | {"rollout_log_probs": [[1.0] * 3] * 2}, "rollout_log_probs is no tensor"),
     (PADDED, SQUARE | {"lengths": [3, 4]}, r"lengths \[3, 4\] do not fit"),
     (PADDED, SQUARE | {"advantages": torch.ones(2, 1)}, r"advantages has shape \(2, 1\).*advantages may be \[batch\]"),
-    (PADDED, SQUARE | {"old_log_probs": ONES.bool()}, r"old_log_probs has dtype torch\.bool: pass log-probs"),
     (mp.PackedSequences, FLAT | {"loss_mask": torch.ones(3)}, r"loss_mask has dtype torch\.float32"),
     (mp.PackedSequences, FLAT | {"lengths": (3, 1)}, r"loss_mask has shape \(3,\), but lengths add up to 4"),
     (mp.PackedSequences, FLAT | {"entropy": torch.zeros(2)}, r"entropy has shape \(2,\), but lengths add up to 3"),
     (mp.PackedSequences, FLAT | {"positions": torch.zeros(3)}, "positions has dtype torch.float32: pass whole numbers"),
-    (
-        mp.PackedSequences,
-        FLAT | {"chunk_lengths": ((1, 0), (1,))},
-        "chunk_lengths .* must have as many chunks for every",
-    ),
+    (mp.PackedSequences, FLAT | {"chunk_lengths": ((1, 0), (1,))}, "chunk_lengths .* must have as many chunks"),
 ]
 
 
@@ -179,8 +157,10 @@ def test_packing_takes_keywords_only() -> None:
     for pack in packs:
         with pytest.raises(TypeError, match="positional"):
             pack(-ONES, -ONES, ONES)
-        with pytest.raises(TypeError, match="unexpected keyword argument 'loss_mask'"):
+        with pytest.raises(TypeError, match=r"keyword.* argument.* 'loss_mask"):
             pack(loss_mask=ONES)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'rollouts'"):
+            pack(loss_masks=ONES, rollouts=ONES)
 
 
 def test_shape_errors_say_what_to_write() -> None:

@@ -13,11 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from mismatch_plugin.log_probs import (
-    RaggedSamplingMask,
-    vocab_parallel_linear_log_probs,
-    vocab_parallel_log_probs,
-)
+from mismatch_plugin.log_probs import RaggedSamplingMask, vocab_parallel_linear_log_probs, vocab_parallel_log_probs
 from tests.log_probs.test_log_probs import Recorder
 
 F64 = torch.float64

@@ -17,11 +17,7 @@ from torch.testing import assert_close
 from triton.runtime.interpreter import interpreter_builder
 
 from examples.benchmarks.triton_cases import CASES, SHARDED, Case, check, check_shards, make, results
-from mismatch_plugin.log_probs import (
-    RaggedSamplingMask,
-    vocab_parallel_linear_log_probs,
-    vocab_parallel_log_probs,
-)
+from mismatch_plugin.log_probs import RaggedSamplingMask, vocab_parallel_linear_log_probs, vocab_parallel_log_probs
 from tests import peers
 from tests.full import FULL
 

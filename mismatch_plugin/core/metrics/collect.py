@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.core.correction_state import CorrectionState, any_of
-from mismatch_plugin.core.host import largest, on_host
 from mismatch_plugin.core.metrics.full import full_diagnostics
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.rejection import budget_histogram
@@ -56,15 +55,8 @@ def token_columns(state: CorrectionState, masked_T: Tensor | None, rejected_T: T
 def second_columns(state: CorrectionState, masked_T: Tensor | None, rejected_T: Tensor | None) -> Iterator[Column]:
     """The same of what is known of a token only after the first reduction: verdicts, weights, its unit's ρ."""
     yield from _verdict_columns(state, masked_T, rejected_T)
-    if not state.measured:
-        return
-    padding = state.tokens.padding
-    ratio = state.ratio_U - 1.0
-    yield Column("unit_ratio", ratio, "unit_ratio_squared")
-    yield Column("clamped", _clamped(state, ratio, state.log_ratio_U, padding), "clamped_squared")
-    yield Column("unit_plain", state.ratio_U.masked_fill(padding, 0.0), "unit_square")
-    for name, verdict in _outside_bounds(state).items():
-        yield Column(name, verdict.masked_fill_(padding, False))
+    if state.measured:
+        yield from _unit_ratio_columns(state)
 
 
 def _verdict_columns(state: CorrectionState, masked_T: Tensor | None, rejected_T: Tensor | None) -> Iterator[Column]:
@@ -178,7 +170,10 @@ def _rows(state: CorrectionState, has: Tensor) -> tuple[dict[str, Tensor], dict[
     else:
         unit_rows |= _unit_weight_rows(state, kept)
         if state.measured:
-            unit_rows |= _unit_ratio_rows(state)
+            for name, values, squares in _unit_ratio_columns(state):
+                unit_rows[name] = values
+                if squares is not None:
+                    unit_rows[squares] = values.square()
         rows |= state.of_sequences(unit_rows)
     if "weight" in rows:
         rows["seq_weight_squared"] = rows["weight"].square()
@@ -189,19 +184,16 @@ def _rows(state: CorrectionState, has: Tensor) -> tuple[dict[str, Tensor], dict[
     perplexities = torch.stack([rows["train"], rows["rollout"]]).neg_().clamp_(max=SAFETY_BOUND).exp_()
     rows |= dict(zip(("training_ppl", "rollout_ppl"), perplexities.unbind(0), strict=True))
     rows["log_ratio_mean_abs"] = means["log_ratio"].abs()
-    if unit.measure != "sequences":
-        rows["seq_ratio_squared"] = _mean_ratio(rows).square()
-    if not (unit.multiplies and unit.measure == "sequences"):  # there it is the unit's
-        rows["product_square"] = bounded_exp(state.sums_N["log_ratio"]).square_()
+    of_sequences = unit.measure == "sequences"
+    rows["level_ratio"] = rows.get("unit_ratio", rows["ratio"])
+    rows["level_ratio_squared"] = rows["unit_ratio_squared"] if of_sequences else rows["level_ratio"].square()
+    rows["product_square"] = (
+        rows["unit_square"] if unit.multiplies and of_sequences else bounded_exp(state.sums_N["log_ratio"]).square_()
+    )
     rows |= _outside_rows(state, rows)
     if config.metrics == "full":
         rows |= _criterion_rows(state, has)
     return rows, unit_rows
-
-
-def _mean_ratio(rows: dict[str, Tensor]) -> Tensor:
-    """[N] mean of ρ − 1 over the response tokens of each sequence, ρ that of the token's unit."""
-    return rows.get("unit_ratio", rows["ratio"])
 
 
 def _rejection_rows(state: CorrectionState) -> dict[str, Tensor]:
@@ -248,39 +240,37 @@ def _outside_rows(state: CorrectionState, rows: dict[str, Tensor]) -> dict[str, 
     """Whether a sequence is above or below bounds that act on it, or its mean ρ above or below those that act on its
     parts (those of one token, where bounds grow)."""
     bounds = state.bounds
-    if bounds is None or (bounds.unit.measure == "sequences" and bounds.unit == state.unit):
-        return {}  # of the level's own units they are with the units' rows
+    if bounds is None:
+        return {}
     if bounds.unit.measure != "sequences":
-        ratio = rows["ratio"] if bounds.unit.per_token else _mean_ratio(rows)
+        ratio = rows["ratio"] if bounds.unit.per_token else rows["level_ratio"]
         return {"seq_high": ratio > bounds.upper - 1.0, "seq_low": ratio < bounds.lower - 1.0}
-    log_ratio = unit_log_ratio(bounds.unit, state.tokens.log_ratio, state.sums_N, None)
-    return {"high": log_ratio > bounds.log_upper, "low": log_ratio < bounds.log_lower}
+    high, low = rows.get("high"), rows.get("low")  # of the level's own units
+    if high is None or low is None:
+        log_ratio = unit_log_ratio(bounds.unit, state.tokens.log_ratio, state.sums_N, None)
+        high, low = log_ratio > bounds.log_upper, log_ratio < bounds.log_lower
+    return {"high": high, "low": low, "seq_high": high, "seq_low": low}
 
 
 # Units of the level: their ratios, plain and clamped, and the weights really used ------------------------------------
 
 
-def _outside_bounds(state: CorrectionState) -> dict[str, Tensor]:
-    """Which units of the level are above and below the bounds that act on them, [U] bool each."""
-    bounds, scale = state.bounds, state.scale_U
+def _unit_ratio_columns(state: CorrectionState) -> Iterator[Column]:
+    """[U] of units that are not tokens, 0 at padding: moments of ρ about 1 and 0, those of ρ clamped, and what is above
+    and below the bounds that act on them."""
+    padding = state.tokens.padding if state.unit.one_ratio_per_token else None
+    ratio, bounds, scale = state.ratio_U - 1.0, state.bounds, state.scale_U
+    yield Column("unit_ratio", ratio, "unit_ratio_squared")
+    yield Column("clamped", _clamped(state, ratio, state.log_ratio_U, padding), "clamped_squared")
+    yield Column(
+        "unit_plain", state.ratio_U if padding is None else state.ratio_U.masked_fill(padding, 0.0), "unit_square"
+    )
     if bounds is None or bounds.unit != state.unit:
-        return {}
-    return {
-        "high": state.log_ratio_U > grown(bounds.log_upper, scale),
-        "low": state.log_ratio_U < grown(bounds.log_lower, scale),
-    }
-
-
-def _unit_ratio_rows(state: CorrectionState) -> dict[str, Tensor]:
-    """Of units that are (parts of) sequences: moments of ρ, plain and clamped, and whether it is outside the bounds."""
-    ratio = state.ratio_U
-    rows = {"unit_ratio": ratio - 1.0, "unit_square": ratio.square()}
-    if state.parts is None:  # of turns there are many
-        rows["unit_plain"] = ratio
-    rows["unit_ratio_squared"] = rows["unit_ratio"].square()
-    rows["clamped"] = _clamped(state, rows["unit_ratio"], state.log_ratio_U)
-    rows["clamped_squared"] = rows["clamped"].square()
-    return rows | _outside_bounds(state)
+        return
+    high = state.log_ratio_U > grown(bounds.log_upper, scale)
+    low = state.log_ratio_U < grown(bounds.log_lower, scale)
+    yield Column("high", high if padding is None else high.masked_fill_(padding, False))
+    yield Column("low", low if padding is None else low.masked_fill_(padding, False))
 
 
 def _clamped(state: CorrectionState, ratio: Tensor, log_ratio: Tensor, padding: Tensor | None = None) -> Tensor:
@@ -342,7 +332,7 @@ def _maxima(state: CorrectionState, has: Tensor, rows: dict[str, Tensor]) -> tup
         of_sequences["log_ratio_seq"] = state.means_N["log_ratio"]
         of_units["log_aggregate"] = state.log_ratio_U
         if state.unit.measure != "sequences":
-            of_sequences["ratio_seq"] = _mean_ratio(rows)
+            of_sequences["ratio_seq"] = rows["level_ratio"]
         if state.config.metrics == "full":
             of_sequences |= {f"value_{name}": value for name, value in state.values_N.items()}
     per_token = state.unit.one_ratio_per_token
@@ -353,7 +343,7 @@ def _maxima(state: CorrectionState, has: Tensor, rows: dict[str, Tensor]) -> tup
     if per_token or state.parts is not None:
         absent = state.tokens.padding if per_token else state.counts_U == 0
         found = [_extremes(of_sequences, {}, has.logical_not())]
-        found += [_extremes(of_units, {}, absent, per_token), _extremes({}, weights, absent, per_token)]
+        found += [_extremes(of_units, {}, absent), _extremes({}, weights, absent)]
     else:
         found = [_extremes(of_sequences | of_units, weights, has.logical_not())]
     if state.token_extremes:
@@ -361,17 +351,12 @@ def _maxima(state: CorrectionState, has: Tensor, rows: dict[str, Tensor]) -> tup
     return [name for names, _ in found for name in names], [values for names, values in found if names]
 
 
-def _extremes(
-    both: dict[str, Tensor], above: dict[str, Tensor], absent: Tensor, zero_where_absent: bool = False
-) -> tuple[list[str], Tensor]:
+def _extremes(both: dict[str, Tensor], above: dict[str, Tensor], absent: Tensor) -> tuple[list[str], Tensor]:
     """Names and values of the maxima of all rows and the negated minima of the first kind, over what is not absent."""
     names = [*both, *above, *(f"-{name}" for name in both)]
     if not names or absent.numel() == 0:
         return names, absent.new_full((len(names),), -torch.inf, dtype=torch.float64)
     rows = [*both.values(), *above.values()]
-    if zero_where_absent and on_host(absent):
-        negated = [largest(row, absent, of_negated=True) for row in both.values()]
-        return names, torch.stack([*(largest(row, absent) for row in rows), *negated])
     values = torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0)
     parts = [values.masked_fill(absent, -torch.inf).amax(1)]
     if both:

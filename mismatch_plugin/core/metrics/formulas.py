@@ -28,10 +28,7 @@ class State:
 
     def __init__(self, sums: Mapping[str, float], maxima: Mapping[str, float], config: MismatchConfig) -> None:
         self.sums, self.maxima, self.config = sums, maxima, config
-        self.token_level, self.unit = config.unit.per_token, config.unit.measure
-        self.judges_means = self.unit != "sequences"  # a sequence has several units, and their mean stands for it
-        self.center = center(config)
-        self.bounds_on_parts = measure(BOUND_UNITS, config) != "sequences"
+        self.unit = config.unit.measure
         self.tokens, self.sequences = self.count("tokens"), self.count("sequences")
         self.trained_tokens, self.trained_sequences = self.count("tokens", True), self.count("sequences", True)
 
@@ -98,11 +95,6 @@ def measure(over: str, config: MismatchConfig) -> str:
     return "sequences" if bounds is None else bounds.unit.measure
 
 
-def ratio_total(s: State, measure: str) -> float:
-    """Σ of the level's ρ, each unit weighed by the measure."""
-    return s.sums[f"one@{measure}"] + s.sums[f"{'' if s.token_level else 'unit_'}ratio@{measure}"]
-
-
 def deviation(mean_square: float, mean: float) -> float:
     """Population deviation from two moments about one constant."""
     return math.sqrt(max(mean_square - mean * mean, 0.0))
@@ -112,9 +104,8 @@ def seq_std(s: State) -> float:
     """Sample deviation (n − 1) of the per-sequence ratio, as the guide's code has it."""
     if s.sequences < 2:
         return 0.0
-    row, squared = "ratio" if s.token_level else "unit_ratio", f"{'seq' if s.judges_means else 'unit'}_ratio_squared"
-    variance = s.mean(squared, "sequences") - s.mean(row, "sequences") ** 2
-    return math.sqrt(max(variance, 0.0) * s.sequences / (s.sequences - 1))
+    own = deviation(s.mean("level_ratio_squared", "sequences"), s.mean("level_ratio", "sequences"))
+    return own * math.sqrt(s.sequences / (s.sequences - 1))
 
 
 def token_ess(s: State) -> float:
@@ -126,39 +117,31 @@ def token_ess(s: State) -> float:
 
 def effective_sample_size(s: State) -> float:
     """Of the clamped ratio, from sums about the constant that it was collected about."""
-    mean = s.center + s.mean("clamped")
-    mean_square = s.center * s.center + 2.0 * s.center * s.mean("clamped") + s.mean("clamped_squared")
+    middle = center(s.config)
+    mean = middle + s.mean("clamped")
+    mean_square = middle * middle + 2.0 * middle * s.mean("clamped") + s.mean("clamped_squared")
     return ratio(mean * mean, mean_square, 1.0)
 
 
 def seq_extreme(s: State, sign: str) -> float:
     """Largest (or with - smallest) ρ of a sequence: its tokens' mean, or its own where it is the unit."""
-    if s.judges_means:
-        value = s.maximum(f"{sign}ratio_seq")
-        return 1.0 - value if sign else 1.0 + value
-    return log_extreme(s, "log_aggregate", sign)
-
-
-def unit_mean(s: State) -> float:
-    """Mean ρ of the level's units, with its digits where it is far below 1 (but for turns)."""
-    return s.mean("unit_plain", s.unit) if s.has("unit_plain") else 1.0 + s.mean("unit_ratio", s.unit)
+    if s.unit == "sequences":
+        return log_extreme(s, "log_aggregate", sign)
+    value = s.maximum(f"{sign}ratio_seq")
+    return 1.0 - value if sign else 1.0 + value
 
 
 def unit_std(s: State) -> float:
     """Of the level's units, from the second moment about 1, or about 0 where the mean is nearer to that."""
-    if unit_mean(s) < 0.5:
-        return deviation(s.mean("unit_square", s.unit), unit_mean(s))
+    mean = s.mean("unit_plain", s.unit)
+    if mean < 0.5:
+        return deviation(s.mean("unit_square", s.unit), mean)
     return deviation(s.mean("unit_ratio_squared", s.unit), s.mean("unit_ratio", s.unit))
 
 
 def unit_ess(s: State) -> float:
     """(Σ ρ)² / (n Σ ρ²) of the level's units."""
-    return min(ratio(unit_mean(s) ** 2, s.mean("unit_square", s.unit), 1.0), 1.0)
-
-
-def product_square(s: State) -> float:
-    """Σ (Π ρ)² of the sequences."""
-    return s.sums[f"{'product' if s.has('product_square') else 'unit'}_square@sequences"]
+    return min(ratio(s.mean("unit_plain", s.unit) ** 2, s.mean("unit_square", s.unit), 1.0), 1.0)
 
 
 def log_extreme(s: State, name: str, sign: str) -> float:

@@ -23,7 +23,7 @@ PREFIX = "rollout_corr/"
 class Mean(NamedTuple):
     """A value that is a sum divided by the count of tokens or sequences which its metric is `over`.
 
-    total: that sum, or the row of which it is the sum.
+    total: that sum, or the name of it or of the row that it is the sum of: 0 where nothing of it was summed.
     left_out: what a token (sequence) whose invalid log-prob is only measured adds where a host counts it all the same.
     empty: the mean of nothing.
     """
@@ -41,7 +41,6 @@ class Metric:
     trained: over everything that trains; the others are over what was measured, and absent where that is nothing.
     averaged: its mean over micro-batches means something, though its count is its own. That of a `Mean` always does,
         and a host that knows the count of the step may add it up over micro-batches.
-    place: the part of `inspect`'s table that shows it, in order of declaration; "" where none does.
     """
 
     name: str
@@ -54,13 +53,14 @@ class Metric:
     level: str = "basic"
     trained: bool = False
     averaged: bool = False
-    place: str = ""
 
     def total(self, s: f.State) -> float:
         """What a `Mean` divides."""
         assert isinstance(self.value, Mean)
         total = self.value.total
-        return s.sums[f"{total}@{f.measure(self.over, s.config)}"] if isinstance(total, str) else total(s)
+        if callable(total):
+            return total(s)
+        return s.sums.get(f"{total}@{f.measure(self.over, s.config)}", s.sums.get(total, 0.0))
 
     def form(self, s: f.State) -> float | Mapping[str, float]:
         """The value, or the values of a family."""
@@ -106,59 +106,54 @@ def compute_metrics(
 METRICS: tuple[Metric, ...] = (
     # The ratio before bounding.
     Metric("rollout_is_mean", "mean of ρ, clamped to e^±20", "tokens", "ratio",
-           Mean(lambda s: f.ratio_total(s, "tokens"), left_out=1.0, empty=1.0), place="clamped ratio"),
+           Mean(lambda s: s.tokens + s.sums["level_ratio@tokens"], left_out=1.0, empty=1.0)),
     Metric("rollout_is_ratio_mean", "mean of the tokens' ρ_t, clamped to e^±20", "tokens", "ratio",
-           Mean(lambda s: s.tokens + s.sums["ratio@tokens"], left_out=1.0, empty=1.0), place="ratio"),
+           Mean(lambda s: s.tokens + s.sums["ratio@tokens"], left_out=1.0, empty=1.0)),
     Metric("rollout_is_ratio_std", "deviation of the tokens' ρ_t", "tokens", "ratio_squared",
-           lambda s: f.deviation(s.mean("ratio_squared"), s.mean("ratio")), place="ratio"),
+           lambda s: f.deviation(s.mean("ratio_squared"), s.mean("ratio"))),
     Metric("rollout_is_ratio_eff_sample_size", "(Σ ρ_t)² / (n Σ ρ_t²); 0 where every ρ_t is below 1e-3", "tokens",
-           "ratio_squared", f.token_ess, unit="share", place="ratio"),
+           "ratio_squared", f.token_ess, unit="share"),
     Metric("rollout_is_ratio_unit_mean", "mean of the units' ρ (not at token level)", f.LEVEL_UNITS, "unit_ratio",
-           Mean(lambda s: s.count(s.unit) + s.sums[f"unit_ratio@{s.unit}"], left_out=1.0, empty=1.0), place="ratio"),
+           Mean(lambda s: s.count(s.unit) + s.sums[f"unit_ratio@{s.unit}"], left_out=1.0, empty=1.0)),
     Metric("rollout_is_ratio_unit_std", "deviation of the units' ρ (not at token level)", f.LEVEL_UNITS,
-           "unit_ratio_squared",
-           f.unit_std, place="ratio"),
+           "unit_ratio_squared", f.unit_std),
     Metric("rollout_is_ratio_unit_eff_sample_size", "(Σ ρ)² / (n Σ ρ²) of the units' ρ (not at token level)",
-           f.LEVEL_UNITS, "unit_ratio", f.unit_ess, unit="share", place="ratio"),
+           f.LEVEL_UNITS, "unit_ratio", f.unit_ess, unit="share"),
     Metric("rollout_is_std", "deviation of ρ clamped to [1/hi, hi], so at most (hi − 1/hi)/2: for comparison with "
            "other dashboards", "tokens", "clamped",
-           lambda s: f.deviation(s.mean("clamped_squared"), s.mean("clamped")) if s.tokens > 1 else 0.0,
-           place="clamped ratio"),
+           lambda s: f.deviation(s.mean("clamped_squared"), s.mean("clamped")) if s.tokens > 1 else 0.0),
     Metric("rollout_is_min", "smallest ρ, from the unclamped log-ratio", f.LEVEL_UNITS, "-log_aggregate",
            lambda s: f.bounded_exp(-s.maximum("-log_aggregate")), merges="max"),
     Metric("rollout_is_max", "largest ρ, at most e^20", f.LEVEL_UNITS, "log_aggregate",
            lambda s: f.bounded_exp(s.maximum("log_aggregate")), merges="max"),
-    Metric("rollout_is_eff_sample_size", "(mean c)² / mean c², c = ρ clamped to [1/hi, hi], so at least .64 at hi = 2: "
-           "for comparison with other dashboards", "tokens", "clamped", f.effective_sample_size, unit="share",
-           place="clamped ratio"),
+    Metric("rollout_is_eff_sample_size", "(mean c)² / mean c², c = ρ clamped to [1/hi, hi], so at least .64 at "
+           "hi = 2: for comparison with other dashboards", "tokens", "clamped", f.effective_sample_size, unit="share"),
     Metric("rollout_is_ratio_fraction_high", "share above the bound that acts: the weights' (unless the sign of A "
            "decides), else the first ratio criterion's, else a TIS bound from preset or hand", f.BOUND_UNITS, "high",
            Mean("high"), unit="share"),
     Metric("rollout_is_ratio_fraction_low", "share below it", f.BOUND_UNITS, "low", Mean("low"), unit="share"),
     Metric("rollout_is_seq_mean", "mean of each sequence's mean ρ (rollout_is_mean where lengths are equal)",
            "sequences", "ratio",
-           Mean(lambda s: f.ratio_total(s, "sequences"), left_out=1.0, empty=1.0)),
+           Mean(lambda s: s.sequences + s.sums["level_ratio@sequences"], left_out=1.0, empty=1.0)),
     Metric("rollout_is_seq_std", "sample deviation of each sequence's mean ρ", "sequences", "ratio_squared", f.seq_std),
-    Metric("rollout_is_seq_max", "largest mean ρ of a sequence", "sequences", "ratio",
-           lambda s: f.seq_extreme(s, ""), merges="max"),
-    Metric("rollout_is_seq_min", "smallest mean ρ of a sequence", "sequences", "ratio",
-           lambda s: f.seq_extreme(s, "-"), merges="max"),
+    Metric("rollout_is_seq_max", "largest mean ρ of a sequence", "sequences", "ratio", lambda s: f.seq_extreme(s, ""),
+           merges="max"),
+    Metric("rollout_is_seq_min", "smallest mean ρ of a sequence", "sequences", "ratio", lambda s: f.seq_extreme(s, "-"),
+           merges="max"),
     Metric("rollout_is_seq_max_deviation", "largest |mean ρ − 1| of a sequence", "sequences", "ratio",
            lambda s: max(f.seq_extreme(s, "") - 1.0, 1.0 - f.seq_extreme(s, "-")) if s.sequences else 0.0,
            merges="max"),
     Metric("rollout_is_seq_fraction_high", "share of sequences with mean ρ above the bound that acts", "sequences",
-           "high", Mean(lambda s: s.sums[f"{'seq_' * s.bounds_on_parts}high@sequences"]), unit="share"),
+           "high", Mean("seq_high"), unit="share"),
     Metric("rollout_is_seq_fraction_low", "share of sequences with mean ρ below it", "sequences", "low",
-           Mean(lambda s: s.sums[f"{'seq_' * s.bounds_on_parts}low@sequences"]), unit="share"),
+           Mean("seq_low"), unit="share"),
     # The weights really used.
-    Metric("rollout_is_weight_after_mean", "mean weight", "accepted tokens", "weight", f.after_mean,
-           averaged=True, place="correction"),
+    Metric("rollout_is_weight_after_mean", "mean weight", "accepted tokens", "weight", f.after_mean, averaged=True),
     Metric("rollout_is_weight_after_std", "deviation of the weights", "accepted tokens", "weight", f.after_std),
     Metric("rollout_is_weight_after_max", "largest weight", "accepted tokens", "weight",
-           lambda s: s.maximum("weight") / s.factor, merges="max", place="correction"),
+           lambda s: s.maximum("weight") / s.factor, merges="max"),
     Metric("rollout_is_weight_after_eff_sample_size", "(Σ w)² / (n Σ w²), rejected tokens have w = 0", "tokens",
-           "weight",
-           lambda s: f.after_ess(s, "tokens", "weight_squared"), unit="share", place="correction"),
+           "weight", lambda s: f.after_ess(s, "tokens", "weight_squared"), unit="share"),
     Metric("rollout_is_weight_after_seq_eff_sample_size", "the same of each sequence's mean weight", "sequences",
            "seq_weight_squared", lambda s: f.after_ess(s, "sequences", "seq_weight_squared"), unit="share"),
     Metric("rollout_is_weight_after_unit_eff_sample_size", "the same of each unit's mean weight, at turn level",
@@ -168,51 +163,47 @@ METRICS: tuple[Metric, ...] = (
            "weight_unit", lambda s: s.batch_factor, averaged=True),
     # Rejection.
     Metric("rollout_is_masked_fraction", "share rejected by mask mode, criteria and rs.max_staleness", "tokens", "one",
-           Mean(lambda s: s.sums.get("masked@tokens", 0.0)), unit="share", place="correction"),
+           Mean("masked"), unit="share"),
     Metric("rollout_is_seq_masked_fraction", "share of sequences with a token rejected by them", "sequences", "one",
-           Mean(lambda s: s.sums.get("masked_any@sequences", 0.0)), unit="share"),
+           Mean("masked_any"), unit="share"),
     Metric("rollout_rs_masked_fraction", "same as rollout_is_masked_fraction", "tokens", "one",
-           Mean(lambda s: s.sums.get("masked@tokens", 0.0)), unit="share"),
+           Mean("masked"), unit="share"),
     Metric("rollout_rs_seq_masked_fraction", "same as rollout_is_seq_masked_fraction", "sequences", "one",
-           Mean(lambda s: s.sums.get("masked_any@sequences", 0.0)), unit="share"),
+           Mean("masked_any"), unit="share"),
     Metric("rollout_rs_staleness_masked_fraction", "share sampled more than rs.max_staleness versions before the "
            "trainer's", "tokens", "out_staleness", Mean("out_staleness"), unit="share"),
     Metric("rollout_rs_{criterion}_masked_fraction", "share that this criterion alone rejects (or would, in a dry run)",
            "tokens", "one", lambda s: f.criteria(s, "tokens"), unit="share", averaged=True),
-    Metric("rollout_rs_{criterion}_seq_masked_fraction",
-           "share of sequences that this sequence criterion alone rejects",
-           "sequences", "one", lambda s: f.criteria(s, "sequences"), unit="share", averaged=True),
+    Metric("rollout_rs_{criterion}_seq_masked_fraction", "share of sequences that this sequence criterion alone "
+           "rejects", "sequences", "one", lambda s: f.criteria(s, "sequences"), unit="share", averaged=True),
     Metric("rollout_rs_{criterion}_fraction_high", "share that it rejects above its upper bound", "criterion's units",
            "one", lambda s: f.criterion_shares(s, "above"), unit="share", averaged=True, level="full"),
     Metric("rollout_rs_{criterion}_fraction_low", "share that it rejects below its lower bound", "criterion's units",
            "one", lambda s: f.criterion_shares(s, "below"), unit="share", averaged=True, level="full"),
     Metric("rollout_rs_{criterion}_mean", "mean of what it compares (ratio, k1: ρ, at most e^20), also where its "
-           "condition does not hold", "criterion's units",
-           "one", f.criterion_means, level="full", averaged=True),
+           "condition does not hold", "criterion's units", "one", f.criterion_means, level="full", averaged=True),
     Metric("rollout_rs_{criterion}_max", "its largest value", "criterion's units", "one",
            lambda s: f.criterion_extremes(s, ""), merges="max", level="full"),
     Metric("rollout_rs_{criterion}_min", "its smallest value", "criterion's units", "one",
            lambda s: f.criterion_extremes(s, "-"), merges="max", level="full"),
     Metric("rollout_rs_{criterion}_threshold", "upper bound that a criterion's budget gives the next step; 1e12 where "
            "it rejects nothing", "step", "one", f.thresholds),
-    Metric("rollout_is_veto_fraction", "share vetoed", "sequences", "one",
-           Mean(lambda s: s.sums.get("vetoed@sequences", 0.0)), unit="share", place="correction"),
+    Metric("rollout_is_veto_fraction", "share vetoed", "sequences", "one", Mean("vetoed"), unit="share"),
     Metric("rollout_is_catastrophic_token_fraction", "share with the judged policy's ρ below the veto threshold",
-           "tokens", "one",
-           Mean(lambda s: s.sums.get("catastrophic@tokens", 0.0)), unit="share"),
-    Metric("accepted_token_fraction", "share that stays in the loss", "tokens", "kept",
-           Mean("kept", left_out=1.0), unit="share", place="correction"),
+           "tokens", "one", Mean("catastrophic"), unit="share"),
+    Metric("accepted_token_fraction", "share that stays in the loss", "tokens", "kept", Mean("kept", left_out=1.0),
+           unit="share"),
     Metric("accepted_seq_fraction", "share with a token that stays in the loss", "sequences", "kept_any",
-           Mean("kept_any", left_out=1.0), unit="share", place="correction"),
+           Mean("kept_any", left_out=1.0), unit="share"),
     Metric("all_rejected", "1 where the step has tokens and none is left", "step", "kept",
            lambda s: float(s.tokens > 0 and not s.sums["kept@tokens"]), averaged=True),
     Metric("tokens", "response tokens", "step", "one", lambda s: s.trained_tokens, unit="tokens", trained=True),
-    Metric("sequences", "sequences with a response token", "step", "one",
-           lambda s: s.trained_sequences, unit="sequences", trained=True),
+    Metric("sequences", "sequences with a response token", "step", "one", lambda s: s.trained_sequences,
+           unit="sequences", trained=True),
     # How far apart the two policies are.
     Metric("kl", "mean of log π_rollout − log π_train", "tokens", "log_ratio",
-           Mean(lambda s: -s.sums["log_ratio@tokens"]), unit="nat", place="headline"),
-    Metric("k3_kl", "mean of e^l − 1 − l, l clamped to ±20", "tokens", "k3", Mean("k3"), unit="nat", place="headline"),
+           Mean(lambda s: -s.sums["log_ratio@tokens"]), unit="nat"),
+    Metric("k3_kl", "mean of e^l − 1 − l, l clamped to ±20", "tokens", "k3", Mean("k3"), unit="nat"),
     Metric("training_ppl", "exp of the mean −log π_train of a sequence, at most e^20", "sequences", "training_ppl",
            Mean("training_ppl")),
     Metric("training_log_ppl", "mean −log π_train of a sequence", "sequences", "train",
@@ -224,48 +215,40 @@ METRICS: tuple[Metric, ...] = (
     Metric("ppl_ratio", "exp of log_ppl_diff: geometric mean of training over rollout perplexity", "sequences",
            "log_ratio", lambda s: f.bounded_exp(-s.mean("log_ratio", "sequences"))),
     Metric("log_ppl_diff", "training_log_ppl − rollout_log_ppl of a sequence", "sequences", "log_ratio",
-           Mean(lambda s: -s.sums["log_ratio@sequences"]), unit="nat", place="headline"),
-    Metric("log_ppl_abs_diff", "its absolute value", "sequences", "log_ratio_mean_abs",
-           Mean("log_ratio_mean_abs"), unit="nat"),
+           Mean(lambda s: -s.sums["log_ratio@sequences"]), unit="nat"),
+    Metric("log_ppl_abs_diff", "its absolute value", "sequences", "log_ratio_mean_abs", Mean("log_ratio_mean_abs"),
+           unit="nat"),
     Metric("log_ppl_diff_max", "its largest value", "sequences", "-log_ratio_seq",
            lambda s: s.maximum("-log_ratio_seq"), unit="nat", merges="max"),
     Metric("log_ppl_diff_min", "its smallest value", "sequences", "log_ratio_seq",
            lambda s: -s.maximum("log_ratio_seq"), unit="nat", merges="max"),
     Metric("chi2_token", "mean ρ² − 1, l clamped to ±20: an estimate, negative where ρ is mostly below 1", "tokens",
-           "ratio_squared", Mean(lambda s: s.sums["ratio_squared@tokens"] + 2.0 * s.sums["ratio@tokens"]),
-           place="products"),
+           "ratio_squared", Mean(lambda s: s.sums["ratio_squared@tokens"] + 2.0 * s.sums["ratio@tokens"])),
     Metric("chi2_seq", "mean (Π ρ)² − 1, the log clamped to ±20; may be negative, too", "sequences", "ratio",
-           Mean(lambda s: f.product_square(s) - s.sequences),
-           place="products"),
+           Mean(lambda s: s.sums["product_square@sequences"] - s.sequences)),
     Metric("seq_log_ratio_mean", "mean of Σ l: log of the typical product weight", "sequences", "log_ratio",
-           lambda s: f.ratio(s.sums["log_ratio@tokens"], s.sequences), unit="nat", averaged=True, place="products"),
+           lambda s: f.ratio(s.sums["log_ratio@tokens"], s.sequences), unit="nat", averaged=True),
     Metric("invalid_{kind}", "invalid log-probs, by kind", "tokens", "invalid_nan",
-           lambda s: {kind: s.sums[f"invalid_{kind}"] for kind in DEFECTS},
-           unit="tokens", trained=True, averaged=True),
+           lambda s: {kind: s.sums[f"invalid_{kind}"] for kind in DEFECTS}, unit="tokens", trained=True, averaged=True),
     # The loss.
-    Metric("pg_loss", "policy term", "denominator", "pg_loss", lambda s: f.ratio(s.sums["pg_loss"],
-           s.sums["denominator"]) / (1.0 if s.config.dry_run else s.factor), trained=True,
-           averaged=True),
+    Metric("pg_loss", "policy term", "denominator", "pg_loss",
+           lambda s: f.ratio(s.sums["pg_loss"], s.sums["denominator"]) / (1.0 if s.config.dry_run else s.factor),
+           trained=True, averaged=True),
     Metric("pg_clipfrac", "share where the clip is active, on either side", "tokens", "clip_high",
-           Mean(lambda s: s.sums["clip_high"] + s.sums["clip_low"]), unit="share",
-           trained=True, place="loss"),
+           Mean(lambda s: s.sums["clip_high"] + s.sums["clip_low"]), unit="share", trained=True),
     Metric("pg_clipfrac_lower", "share cut by the dual clip", "tokens", "clip_high",
-           Mean(lambda s: s.sums.get("clip_dual", 0.0)), unit="share", trained=True),
+           Mean("clip_dual"), unit="share", trained=True),
     Metric("pg_clipfrac_high_side", "share where the clip is active above: r > 1 + ε, A > 0 (cispo: any A)", "tokens",
-           "clip_high",
-           Mean(lambda s: s.sums["clip_high"]), unit="share", trained=True),
+           "clip_high", Mean("clip_high"), unit="share", trained=True),
     Metric("pg_clipfrac_low_side", "share where it is active below: r < 1 − ε, A < 0 (cispo: any A)", "tokens",
-           "clip_low",
-           Mean(lambda s: s.sums["clip_low"]), unit="share", trained=True),
+           "clip_low", Mean("clip_low"), unit="share", trained=True),
     Metric("ppo_kl", "mean of log π_anchor − log π_θ (gspo: of its mean over the sequence), clamped to ±20", "tokens",
-           "ppo_kl",
-           Mean(lambda s: s.sums["ppo_kl"]), unit="nat", trained=True, place="loss"),
-    Metric("entropy", "mean entropy of π_θ", "tokens", "entropy",
-           Mean(lambda s: s.sums["entropy"]), unit="nat", trained=True),
+           "ppo_kl", Mean("ppo_kl"), unit="nat", trained=True),
+    Metric("entropy", "mean entropy of π_θ", "tokens", "entropy", Mean("entropy"), unit="nat", trained=True),
     Metric("ref_kl", "mean of the chosen estimator of KL(π_θ ‖ π_ref)", "tokens", "ref_kl",
-           Mean(lambda s: s.sums["ref_kl"]), unit="nat", trained=True),
+           Mean("ref_kl"), unit="nat", trained=True),
     Metric("rollout_kl", "mean of the penalty on the distance to π_rollout, before rejection and coefficient", "tokens",
-           "rollout_kl", Mean(lambda s: s.sums["rollout_kl"]), unit="nat", trained=True),
+           "rollout_kl", Mean("rollout_kl"), unit="nat", trained=True),
     # Full diagnostics.
     Metric("rollout_is_ratio_{quantile}", "quantile of ρ_t (bins are 1.3 % of |l| wide)", "tokens", "histogram",
            f.quantiles, level="full"),
@@ -282,8 +265,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("accepted_by_advantage_{sign}", "share that stays, by sign of the advantage", "tokens", "advantage_tokens",
            lambda s: f.bucket_means(s, "advantage", "kept"), unit="share", level="full", averaged=True),
     Metric("accepted_by_length_{bucket}", "share of sequences that stay, by response length", "sequences",
-           "length_sequences", lambda s: f.bucket_means(s, "length", "kept", "sequences"), unit="share",
-           level="full", averaged=True),
+           "length_sequences", lambda s: f.bucket_means(s, "length", "kept", "sequences"), unit="share", level="full",
+           averaged=True),
 )
 # fmt: on
 
