@@ -154,6 +154,7 @@ def inspect(
             one_step=one_step,
             expensive_pass=expensive_pass,
             brief=brief,
+            host=host,
         )
     except BrokenPipeError:  # of a run's metrics, which are printed in here
         raise

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from mismatch_plugin.diagnose.findings import Finding, Mismatch, Undecided
+from mismatch_plugin.diagnose.findings import Finding, Frozen, Mismatch, Undecided
 
 Verdict = Literal["fault", "large", "normal", "undecided"]
 VERDICTS: dict[Verdict, str] = {
@@ -21,11 +21,7 @@ EXIT_STATUS: dict[Verdict, int] = {"normal": 0, "large": 0, "fault": 1, "undecid
 """Of a dump; 1 as well where a gate failed, 2 where something cannot be read."""
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
-
-
-class Prediction(_Model):
+class Prediction(Frozen):
     """What a setting would do to these data, without training. ess, noise, bias: as in `predict`.
 
     setting: its name, a preset or "algorithm 2, token, truncate 2". settings: as a file for --mismatch-config has them.
@@ -53,7 +49,7 @@ class Prediction(_Model):
     own: bool = False
 
 
-class Recommendation(_Model):
+class Recommendation(Frozen):
     """One setting. flags: what to paste, by host (slime, miles, megatron-lm, verl, nemo-rl, python). watch: what to
     look at in the first ten steps. preset: its name where one gives the settings."""
 
@@ -65,7 +61,7 @@ class Recommendation(_Model):
     watch: tuple[str, ...]
 
 
-class Comparable(_Model):
+class Comparable(Frozen):
     """A known gap of the same kind of pair. low, high: range of `figure`, nats per token. what: the model and the
     engines. ours: measured on this project's tiny models, not published. where: how the measured value lies to it."""
 
@@ -80,7 +76,7 @@ class Comparable(_Model):
     ours: bool = False
 
 
-class Gate(_Model):
+class Gate(Frozen):
     """bar: the largest k3 that passes, nats per token. passed: None where the tokens are too few to tell. source: where
     the bar comes from."""
 
@@ -90,7 +86,7 @@ class Gate(_Model):
     source: str
 
 
-class Group(_Model):
+class Group(Frozen):
     """One bucket of a breakdown: tokens, mean |Δ log p|, KL (k1) and k3, nats per token; ess: of the tokens' ratios."""
 
     name: str
@@ -101,14 +97,14 @@ class Group(_Model):
     ess: float
 
 
-class Size(_Model):
+class Size(Frozen):
     """How large the mismatch is. quantiles: of the log-ratio, by "p0.1" … "p99.9". breakdowns: by what → groups."""
 
     quantiles: dict[str, float]
     breakdowns: dict[str, tuple[Group, ...]]
 
 
-class Histogram(_Model):
+class Histogram(Frozen):
     """Log-ratios of the units of a level: counts between edges. lower, upper: bounds on ρ; 0 and inf are none."""
 
     level: str
@@ -118,7 +114,7 @@ class Histogram(_Model):
     upper: float
 
 
-class Diagnosis(_Model):
+class Diagnosis(Frozen):
     """All of it. headline: one sentence, which begins with the verdict in words. next_step: what more would tell.
 
     findings: those that count first, else in the order of cause and effect. mismatch: as the two sides were given;

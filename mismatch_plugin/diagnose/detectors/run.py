@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from mismatch_plugin.diagnose.batch import Batch, Outcome
 from mismatch_plugin.diagnose.detectors import alignment, distribution, numbers, served, size, tokens, weights
-from mismatch_plugin.diagnose.findings import CheckResult, FaultName, Finding, Item, Status, Undecided
-from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS
+from mismatch_plugin.diagnose.findings import CheckResult, FaultName, Finding, Item, Undecided
 
 
 class Fault(NamedTuple):
@@ -127,9 +126,7 @@ DETECTORS = (
 NO_TRAINING = "there is no training side: give its log-probs, a checkpoint or a server"
 
 
-def check_batch(
-    batch: Batch, *, accept: Collection[str] = (), notes: Sequence[str] = (), found: Sequence[Item] = ()
-) -> CheckResult:
+def check_batch(batch: Batch, *, accept: Collection[str] = (), found: Sequence[Item] = ()) -> CheckResult:
     """Look for every fault. accept: faults that are meant: reported, but they do not make the batch faulty.
 
     found: what is known already, told first but for what the servers of the records told of themselves.
@@ -155,18 +152,7 @@ def check_batch(
     ]
     before = size.mismatch(given)
     after = before if batch is given else size.mismatch(batch)
-    few = given.has_training and len(batch.tokens) < ENOUGH_TOKENS
-    status: Status = "faults" if any(item.counts for item in findings) else "undecided" if few else "clean"
-    return CheckResult(
-        status=status,
-        samples=len(given),
-        tokens=given.token_count,
-        findings=tuple(findings),
-        undecided=tuple(undecided),
-        mismatch=before,
-        fixed=after if after != before else None,
-        notes=(*notes, *served.note(given)),
-    )
+    return CheckResult(tuple(findings), tuple(undecided), before, after if after != before else None)
 
 
 def _faults(items: Sequence[Item]) -> set[FaultName]:
