@@ -23,6 +23,8 @@ here gives. possible: they fit it, and other causes too."""
 
 
 class Frozen(BaseModel):
+    """What the JSON is made of."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 

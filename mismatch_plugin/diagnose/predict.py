@@ -128,12 +128,10 @@ class Predictor:
         self._levels: dict[str, tuple[LevelUnits, float, float, float]] = {}
 
     def all(self, own: MismatchConfig | None, bounds: Bounds) -> list[Prediction]:
-        """Of every setting; the user's own, of which nothing is `lacking`, come first. bounds: `bounds_for` the data."""
+        """Of every setting, the user's own first, of which nothing is `lacking`. bounds: `bounds_for` the data."""
         return [self.prediction(config, name, settings) for name, settings, config in self._settings(own, bounds)]
 
-    def prediction(
-        self, config: MismatchConfig, name: str = "", settings: dict[str, Any] | None = None
-    ) -> Prediction:
+    def prediction(self, config: MismatchConfig, name: str = "", settings: dict[str, Any] | None = None) -> Prediction:
         """Of one. settings: as a file for --mismatch-config has them; default: what is set."""
         with ignore_mismatch_warnings():  # without weights only the counts are read
             applied = config.replace(metrics="basic" if config.weighted else "off", dry_run=False)
@@ -141,7 +139,9 @@ class Predictor:
         if applied.rs.group != "keep" and self.groups is not None:
             kept_N, least = correct(self.packed, applied).kept_N, applied.rs.least_accepted
             advantages_N = group_advantages(self.groups.rewards, self.groups.ids, kept_N, min_accepted=least)
-            data = Predictor(self.packed.replace(advantages=spread(advantages_N, self.packed.sequence_index)), self.groups)
+            data = Predictor(
+                self.packed.replace(advantages=spread(advantages_N, self.packed.sequence_index)), self.groups
+            )
         return Prediction(
             setting=name,
             settings=config.model_dump(mode="json", exclude_unset=True) if settings is None else settings,

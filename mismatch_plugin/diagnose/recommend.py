@@ -185,7 +185,7 @@ RULES = (
         run="a trainer without log-probs of π_old (prime-rl), where no row above fits",
         preset="pg_is",
         changes={"tis": {"level": "token"}},
-        reason="the weights are of π_θ, made anew at every step; per token their variance does not grow with the length",
+        reason="the weights are made anew at every step; per token their variance does not grow with the length",
         also=lambda figures: figures.one_step and figures.expensive_pass,
         kl=(0.0, FAR_K3),
     ),

@@ -137,13 +137,13 @@ class Diagnosis(Frozen):
     one_sided: bool = False
     mismatch: Mismatch | None = None
     fixed: Mismatch | None = None
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float] = Field(default={})
     level: str = "token"
     size: Size | None = None
     normal: tuple[Comparable, ...] = ()
     normality: str = ""
     predictions: tuple[Prediction, ...] = ()
-    bounds: dict[str, tuple[float, float]] = {}
+    bounds: dict[str, tuple[float, float]] = Field(default={})
     recommendation: Recommendation | None = None
     gate: Gate | None = None
     histogram: Histogram | None = Field(default=None, exclude=True, repr=False)

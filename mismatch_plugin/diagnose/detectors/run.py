@@ -28,7 +28,7 @@ FAULTS: dict[FaultName, Fault] = {
     "token_ids": Fault("the trainer sees other response ids", "ids", True),
     "prompt_ids": Fault("the trainer sees another prompt", "ids", True),
     "cloned_group": Fault("equal responses in one group, at a temperature above 0", "ids, and how unlikely"),
-    "replay_off": Fault("experts are not replayed as they were", "routes of both sides, or `--checkpoint`", True),
+    "replay_off": Fault("experts are not replayed as they were", "routes of both sides", True),
     "eos_appended": Fault("an appended end token that nobody sampled", "null, 0.0 or one token more at the end"),
     "sign": Fault("losses in place of log-probs", "positive values"),
     "probabilities": Fault("probabilities in place of log-probs", "values in (0, 1]"),

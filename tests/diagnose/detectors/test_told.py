@@ -4,12 +4,10 @@ sound is not named."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from mismatch_plugin.data.arrays import Ints
 from mismatch_plugin.data.sample import Sample
@@ -281,38 +279,6 @@ def test_replays_that_are_sound_or_not_told_are_no_fault() -> None:
         [routed(3, only_prompt)],
     ):
         assert named(findings(samples), "replay_off") is None
-
-
-def test_the_routers_of_a_checkpoint_stand_in_for_a_trainers_routes(tmp_path: Path) -> None:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16}
-    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128}
-    experts: dict[str, Any] = {"num_hidden_layers": LAYERS, "num_experts": EXPERTS, "num_experts_per_tok": K}
-    model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts)).float().eval()
-    model.save_pretrained(tmp_path)
-    records = [routed(seed, None) for seed in range(4)]
-
-    def own(one: Sample) -> Ints:
-        ids = torch.tensor([[*one.prompt_ids.tolist(), *one.response_ids.tolist()]])[:, :-1]
-        with torch.no_grad():
-            layers = model(ids, output_router_logits=True).router_logits
-        return torch.stack([layer.topk(K).indices for layer in layers], dim=1).numpy().astype(np.int32)
-
-    def found(change: Callable[[Sample], Ints]) -> list[str]:
-        given = [one.with_fields(routed_experts=change(one)) for one in records]
-        items = findings(given, "--checkpoint", tmp_path)
-        return [item["confidence"] for item in items if item["fault"] == "replay_off"]
-
-    def with_strangers(one: Sample) -> Ints:  # a tenth of the choices are of an expert that no other names
-        chosen = own(one)
-        draw = np.random.default_rng(0).random(chosen.shape[:2]) < 0.2
-        chosen[..., 0] = np.where(draw, EXPERTS, chosen[..., 0])
-        return chosen
-
-    assert found(own) == [] and found(with_strangers) == []  # other kernels choose otherwise
-    assert found(lambda one: routes(50 + one.index)) == ["likely"]
 
 
 def cached(tokens: int | None, noise: float, seed: int) -> Sample:
