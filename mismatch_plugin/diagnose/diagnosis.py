@@ -167,7 +167,6 @@ def diagnose_files(
         one_sided=not batch.has_training,
         mismatch=level,
         fixed=check.fixed,
-        normal=answer.rows if answer else (),
         normality=answer.sentence if answer else "",
         gate=judge_gate(level.k3_kl, level.tokens, gate_kl) if gate and level else None,
         notes=(*map(encodable, notes), *note(batch)),

@@ -16,7 +16,6 @@ VERDICTS: dict[Verdict, str] = {
     "undecided": "Not decided",
 }
 """As a headline begins."""
-Figure = Literal["mean |Δ log p|", "k3", "KL"]
 EXIT_STATUS: dict[Verdict, int] = {"normal": 0, "large": 0, "fault": 1, "undecided": 3}
 """Of a dump; 1 as well where a gate failed, 2 where something cannot be read."""
 
@@ -59,21 +58,6 @@ class Recommendation(Frozen):
     flags: dict[str, str]
     reasons: tuple[str, ...]
     watch: tuple[str, ...]
-
-
-class Comparable(Frozen):
-    """A known gap of the same kind of pair. low, high: range of `figure`, nats per token. what: the model and the
-    engines. ours: measured on this project's tiny models, not published. where: how the measured value lies to it."""
-
-    pair: str
-    what: str
-    figure: Figure
-    low: float
-    high: float
-    value: float
-    where: Literal["below", "inside", "above"]
-    source: str
-    ours: bool = False
 
 
 class Gate(Frozen):
@@ -120,9 +104,8 @@ class Diagnosis(Frozen):
     findings: those that count first, else in the order of cause and effect. mismatch: as the two sides were given;
     fixed: with what the findings explain undone, where that is possible and changes anything.
     metrics: as training reports them, for the user's settings; level: whose units they count.
-    normality: whether the gap is of a known size, in one sentence; normal: the figures that it goes by. bounds: level →
-    (lower, upper) on the ratio that keep 99 % of its units. histogram: for the page and not in the JSON. one_sided:
-    there is no training side.
+    normality: whether the gap is of a known size, in one sentence. bounds: level → (lower, upper) on the ratio that
+    keep 99 % of its units. histogram: for the page and not in the JSON. one_sided: there is no training side.
     """
 
     verdict: Verdict
@@ -140,7 +123,6 @@ class Diagnosis(Frozen):
     metrics: dict[str, float] = Field(default={})
     level: str = "token"
     size: Size | None = None
-    normal: tuple[Comparable, ...] = ()
     normality: str = ""
     predictions: tuple[Prediction, ...] = ()
     bounds: dict[str, tuple[float, float]] = Field(default={})
