@@ -82,6 +82,7 @@ def inspect(
     of Parquet, padded tensors (.pt, .npz); or the folder of
     --mismatch-report-dir, a CSV or JSONL export of W&B, a folder of its
     charts as CSV, TensorBoard events, also of trainers without the plugin.
+    A setting is recommended from a dump alone.
     docs/inspect.md lists the formats, and the fields of our own:
 
     {"prompt_ids":[1,5],"response_ids":[7,2],"rollout_log_probs":[-1.2,-0.3]}
@@ -154,6 +155,7 @@ def inspect(
             one_step=one_step,
             expensive_pass=expensive_pass,
             brief=brief,
+            host=host,
         )
     except BrokenPipeError:  # of a run's metrics, which are printed in here
         raise

@@ -5,9 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config import preset as find
@@ -15,15 +14,16 @@ from mismatch_plugin.data.read import InputError, read
 from mismatch_plugin.data.versions import version_number
 from mismatch_plugin.diagnose.batch import DEFAULT_MAX_STALENESS, Batch, make_batch
 from mismatch_plugin.diagnose.detectors.run import FAULTS, check_batch
+from mismatch_plugin.diagnose.detectors.served import note
 from mismatch_plugin.diagnose.detectors.servers import compare_servers, workers_of
 from mismatch_plugin.diagnose.findings import CheckResult, Finding
-from mismatch_plugin.diagnose.flags import config_of
+from mismatch_plugin.diagnose.flags import config_of, trainer_of
 from mismatch_plugin.diagnose.levels import bounds_for, histogram
 from mismatch_plugin.diagnose.measure import figures_of, measure
-from mismatch_plugin.diagnose.normal import SMALL_K3, UNEXPLAINED, Hints, normality
+from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS, SMALL_K3, UNEXPLAINED, Hints, normality
 from mismatch_plugin.diagnose.normal import gate as judge_gate
 from mismatch_plugin.diagnose.packing import OF_PREDICTIONS, groups_of, packed_of, subset
-from mismatch_plugin.diagnose.predict import lacking, predict, predict_one
+from mismatch_plugin.diagnose.predict import Predictor, lacking
 from mismatch_plugin.diagnose.recommend import recommend
 from mismatch_plugin.diagnose.result import VERDICTS, Diagnosis, Verdict
 from mismatch_plugin.diagnose.scorers import Checkpoint, from_checkpoint, from_server, with_reference
@@ -46,16 +46,6 @@ def own_settings(config: Path | None, preset: str | None, flags: str | None) -> 
     return None if flags is None else MismatchConfig.from_words(shlex.split(flags), f"--flags {flags!r}")
 
 
-class Inputs(NamedTuple):
-    """batch: both sides. notes: what was read, and what a reader must know. findings: what reading itself showed,
-    which no detector of the batch can see. format: of the dump."""
-
-    batch: Batch
-    notes: list[str]
-    findings: list[Finding]
-    format: str
-
-
 def read_inputs(
     path: Path,
     training: Path | None = None,
@@ -67,8 +57,10 @@ def read_inputs(
     max_staleness: int = DEFAULT_MAX_STALENESS,
     eos_ids: Sequence[int] = (),
     format: str | None = None,
-) -> Inputs:
-    """The training side is the file, else the checkpoint, else the first server, else what the dump itself holds.
+) -> tuple[Batch, str, list[str], list[Finding]]:
+    """(both sides, format of the dump, notes, what rescoring showed that no detector of the batch can see).
+
+    The training side is the file, else the checkpoint, else the first server, else what the dump itself holds.
 
     path: a file or a folder. checkpoint: the folder of the trainer's current weights. reference_checkpoint: of those
     that the run began with. urls: servers or routers. format: of the dump, a name of docs/inspect.md.
@@ -108,9 +100,9 @@ def read_inputs(
     known = [*eos_ids, *(model.eos_ids if model else [])]
     batch = make_batch(samples, eos_ids=known, has_training=scored or dump.has_training)
     batch = replace(batch, max_staleness=max_staleness, now=model, start=start, from_checkpoint=bool(model and scored))
-    if not any(sample.mask.any() for sample in batch):
+    if not batch.token_count:
         raise InputError("every loss mask is 0: there is no trained token to check.")
-    return Inputs(batch, notes, findings, dump.format)
+    return batch, dump.format, notes, findings
 
 
 def diagnose_files(
@@ -128,59 +120,61 @@ def diagnose_files(
     one_step: bool = False,
     expensive_pass: bool = False,
     brief: bool = False,
+    host: str | None = None,
 ) -> Diagnosis:
     """Everything that `inspect` says of a batch.
 
     urls, checkpoint, reading: what `read_inputs` takes. own: the user's settings, whose metrics and prediction
     are given first; None: no correction. accept: faults that are meant. gate, gate_kl: judge k3, by the default bar or
     this one. hints: what is known of the pair, for what is normal. one_step, expensive_pass: as in `measure.Figures`.
-    brief: findings and size alone, without predictions.
+    brief: findings and size alone, without predictions. host: what is recommended can be had there; default: in the
+    trainer whose dump it is.
     Raises InputError where something cannot be read or compared, or where one of the faults to accept is none.
     """
     if unknown := sorted({*accept} - {*FAULTS}):
         raise InputError(f"--accept {unknown[0]} is no fault: choose from {', '.join(FAULTS)}.")
-    inputs = read_inputs(path, training, urls=urls, checkpoint=checkpoint, **reading)
-    batch, hints = inputs.batch, hints or Hints()
+    batch, format, notes, seen = read_inputs(path, training, urls=urls, checkpoint=checkpoint, **reading)
+    hints, host = hints or Hints(), host or trainer_of(format)
     if own is not None and own.gate_kl is not None:  # the gate of training, judged once and here
         gate, gate_kl, own = True, own.gate_kl if gate_kl is None else gate_kl, own.replace(gate_kl=None)
     if {hints.engine, hints.trainer} & {"fp8", "fp4", "int8", "int4"}:
         batch = replace(batch, known_quantised=True)
-    check = check_batch(batch, accept=accept, notes=[*map(encodable, inputs.notes)], found=inputs.findings)
+    check = check_batch(batch, accept=accept, found=seen)
     level, stale = check.mismatch, _stale(batch)
     # Where verl bypasses the old log-probs it copies the rollout's.
     own_sides = training is None and checkpoint is None and not urls and batch.has_training
-    copied = inputs.format == "verl" and own_sides and level is not None and level.abs_max == 0.0
+    copied = format == "verl" and own_sides and level is not None and level.abs_max == 0.0
     given = [str(path), *([str(training)] if training else []), *(f"--url={url}" for url in urls)]
     command = encodable(shlex.join(["mismatch-plugin", "inspect", *given]))
     answer = None if level is None or copied else normality(level, replace(hints, stale=stale))
-    if check.status == "faults":
+    compared = check.fixed or level
+    if any(item.counts for item in check.findings):
         verdict: Verdict = "fault"
-    elif check.status == "undecided" or answer is None:
+    elif answer is None or compared is None or compared.tokens < ENOUGH_TOKENS:
         verdict = "undecided"
     else:
         verdict = "normal" if answer.normal else "large"
     found = Diagnosis(
         verdict=verdict,
-        headline=_headline(verdict, check, batch.has_training),
+        headline=_headline(verdict, batch, check),
         next_step=_next_step(verdict, batch, check, copied, command),
         source=encodable(str(path)),
-        format=inputs.format,
-        samples=check.samples,
-        tokens=check.tokens,
+        format=format,
+        samples=len(batch),
+        tokens=batch.token_count,
         findings=tuple(sorted(check.findings, key=lambda item: not item.counts)),
         undecided=check.undecided,
         one_sided=not batch.has_training,
         mismatch=level,
         fixed=check.fixed,
-        normal=answer.rows if answer else (),
         normality=answer.sentence if answer else "",
         gate=judge_gate(level.k3_kl, level.tokens, gate_kl) if gate and level else None,
-        notes=check.notes,
+        notes=(*map(encodable, notes), *note(batch)),
     )
     if brief or level is None:  # level: one side alone, or two that have no token in common
         return found
     try:
-        packed, notes = packed_of(batch)
+        packed, left_out = packed_of(batch)
         part, said = subset(packed)
         groups = groups_of(batch, part)
         if own is not None and (lack := lacking(own, packed, groups)):
@@ -193,26 +187,25 @@ def diagnose_files(
         return found
     told: dict[str, Any] = {"metrics": metrics, "level": (own or MismatchConfig()).tis.level, "size": size}
     if verdict in ("fault", "undecided"):  # no setting repairs the one, and nobody knows of the other
-        of_tokens = [note for note in notes if OF_PREDICTIONS not in note]
-        return found.model_copy(
-            update=told | {"histogram": histogram(part, MismatchConfig()), "notes": (*check.notes, *of_tokens)}
-        )
-    bounds = bounds_for(part)
-    predictions = predict(part, own, bounds, groups)
+        of_tokens = [one for one in left_out if OF_PREDICTIONS not in one]
+        told |= {"histogram": histogram(part, MismatchConfig()), "notes": (*found.notes, *of_tokens)}
+        return found.model_copy(update=told)
+    bounds, predictor = bounds_for(part), Predictor(part, groups)
+    predictions = predictor.all(own, bounds)
     figures = figures_of(packed, stale=stale, one_step=one_step, expensive_pass=expensive_pass)
     if all(item.fault != "moe_routing" for item in check.findings):  # near-certain tokens have a tail by themselves
         figures = replace(figures, tail=0.0)
     advice = None
     if verdict == "normal" or figures.k3_kl >= SMALL_K3:  # larger than such a pair's, and too small to be corrected
-        advice = recommend(figures, bounds, partial(predict_one, part, groups), accepted=UNEXPLAINED in accept)
+        advice = recommend(figures, bounds, predictor.prediction, accepted=UNEXPLAINED in accept, host=host)
     if advice is not None and all(item.setting != advice.setting for item in predictions):
-        predictions.append(predict_one(part, groups, config_of(advice.settings), advice.setting))
+        predictions.append(predictor.prediction(config_of(advice.settings), advice.setting))
     told |= {
         "predictions": tuple(predictions),
         "bounds": bounds,
         "recommendation": advice,
         "histogram": histogram(part, config_of(advice.settings) if advice else MismatchConfig()),
-        "notes": tuple(dict.fromkeys((*check.notes, *notes, *said))),
+        "notes": tuple(dict.fromkeys((*found.notes, *left_out, *said))),
     }
     return found.model_copy(update=told)
 
@@ -231,10 +224,10 @@ def _stale(batch: Batch) -> float:
     return float(max([0, *behind])) if behind or not pairs else float(max(numbers) - min(numbers))
 
 
-def _headline(verdict: Verdict, check: CheckResult, two_sided: bool) -> str:
+def _headline(verdict: Verdict, batch: Batch, check: CheckResult) -> str:
     """One sentence."""
     faults = [item.fault for item in check.findings if item.counts]
-    figures, level = f"{check.samples:,} samples, {check.tokens:,} tokens", check.mismatch
+    figures, level = f"{len(batch):,} samples, {batch.token_count:,} tokens", check.mismatch
     if level is not None:
         figures = f"mean |Δ log p| {figure(level.abs_mean)}, k3 {figure(level.k3_kl)} nats per token"
         figures += f" over {level.tokens:,} tokens"
@@ -242,7 +235,7 @@ def _headline(verdict: Verdict, check: CheckResult, two_sided: bool) -> str:
         said = f"{', '.join(dict.fromkeys(faults))}; {figures}"
     elif level is None:
         one = f"only the rollout side was given; its {figures} have no fault of their own"
-        said = f"no token of {figures} can be compared" if two_sided else one
+        said = f"no token of {figures} can be compared" if batch.has_training else one
     elif verdict == "undecided":
         equal = level.abs_max == 0.0
         said = f"{'both sides are equal to the last bit' if equal else 'too little can be compared'}; {figures}"

@@ -1,11 +1,11 @@
-"""What a check can say: one finding with its evidence, what could not be told, and the result of a whole check."""
+"""What a check can say: one finding with its evidence, what could not be told, and all of it."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from mismatch_plugin.data.sample import Sample
 
@@ -14,7 +14,6 @@ FaultName = str
 LogProbSide = Literal["rollout", "training"]
 SIDES: tuple[LogProbSide, ...] = get_args(LogProbSide)
 Side = Literal["rollout", "training", "both"]
-Status = Literal["clean", "faults", "undecided"]
 Severity = Literal["fault", "note"]
 """note: a cause that is named without being wrong, such as routers of a MoE model at an ordinary size of the gap: it
 does not make a batch faulty."""
@@ -23,11 +22,13 @@ Confidence = Literal["certain", "likely", "possible"]
 here gives. possible: they fit it, and other causes too."""
 
 
-class _Model(BaseModel):
+class Frozen(BaseModel):
+    """What the JSON is made of."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
-class Place(_Model):
+class Place(Frozen):
     """Where a fault is seen first. sample: place in the file, from 0. position: response token, from 0, or None."""
 
     sample: int
@@ -61,7 +62,7 @@ def called(worker: Hashable) -> str:
     return " ".join(name for name in names if name)
 
 
-class Finding(_Model):
+class Finding(Frozen):
     """One fault, why it is believed, and what to change.
 
     evidence: one sentence with the numbers. statistics: the same numbers by name. samples, tokens: how many are
@@ -88,7 +89,7 @@ class Finding(_Model):
         return self.severity == "fault" and not self.accepted
 
 
-class Undecided(_Model):
+class Undecided(Frozen):
     """Faults that could be neither found nor excluded, and why."""
 
     faults: tuple[FaultName, ...]
@@ -103,7 +104,7 @@ def too_few(what: str, *faults: FaultName) -> Undecided:
     return Undecided(faults=faults, reason=f"not enough tokens to tell: {what}")
 
 
-class Mismatch(_Model):
+class Mismatch(Frozen):
     """How far apart the two sides are, over the tokens that both have. d = log π_train − log π_rollout, in nats.
 
     kl: mean of −d (the k1 estimate of KL(rollout ‖ training)). k3_kl: mean of e^d − 1 − d. Both with d clamped to ±20.
@@ -111,31 +112,26 @@ class Mismatch(_Model):
     effective_sample_size: (Σρ)² / (n Σρ²) of ρ = e^d.
     """
 
-    tokens: int = Field(title="tokens compared")
+    tokens: int
     samples: int
-    kl: float = Field(title="KL(rollout ‖ training), k1, nat a token")
-    k3_kl: float = Field(title="the same, k3")
-    abs_mean: float = Field(title="|gap| mean, nat")
-    abs_p50: float = Field(title="|gap| p50, nat")
-    abs_p90: float = Field(title="|gap| p90, nat")
-    abs_p99: float = Field(title="|gap| p99, nat")
-    abs_max: float = Field(title="|gap| largest, nat")
-    correlation: float = Field(title="correlation")
-    effective_sample_size: float = Field(title="effective sample size")
+    kl: float
+    k3_kl: float
+    abs_mean: float
+    abs_p50: float
+    abs_p90: float
+    abs_p99: float
+    abs_max: float
+    correlation: float
+    effective_sample_size: float
 
     def __str__(self) -> str:
         return f"k3 {self.k3_kl:.3g}, 99 % of gaps below {self.abs_p99:.3g} nats"
 
 
-class CheckResult(_Model):
-    """All of it. mismatch: as the two sides were given; fixed: with what the findings explain undone, where that is
-    possible and changes anything. notes: what was read, and what does not count as a fault."""
+class CheckResult(NamedTuple):
+    """Fields of `Diagnosis`."""
 
-    status: Status
-    samples: int
-    tokens: int
     findings: tuple[Finding, ...]
-    undecided: tuple[Undecided, ...] = ()
-    mismatch: Mismatch | None = None
-    fixed: Mismatch | None = None
-    notes: tuple[str, ...] = ()
+    undecided: tuple[Undecided, ...]
+    mismatch: Mismatch | None
+    fixed: Mismatch | None

@@ -48,8 +48,17 @@ def flags_for(config: MismatchConfig, host: str) -> str:
     allowed, notes = available(config, host)
     words = " ".join(map(shlex.quote, shortest_flags(allowed)))
     command = TRAINERS[host].paste.replace("{flags}", words).replace("{python}", _python(allowed))
-    missing = [METHODS[key].title for key in TRAINERS[host].lacking(allowed) if not METHODS[key].paths]
-    return "\n".join([*(f"# {note}" for note in notes), *[command.strip()] * (not missing)])
+    return "\n".join([*(f"# {note}" for note in notes), *[command.strip()] * has_algorithm(host, allowed)])
+
+
+def has_algorithm(host: str | None, config: MismatchConfig) -> bool:
+    """Whether a trainer can run the algorithm of these settings, whatever it leaves out of them; None: any trainer."""
+    return host not in TRAINERS or all(METHODS[key].paths for key in TRAINERS[host].lacking(config))
+
+
+def saves_the_pass(host: str | None) -> bool:
+    """Whether a trainer makes one optimizer step a batch and no log-probs of π_old."""
+    return not has_algorithm(host, MismatchConfig())
 
 
 def _python(config: MismatchConfig) -> str:

@@ -21,8 +21,6 @@ from mismatch_plugin.data.arrays import Floats
 from mismatch_plugin.diagnose.result import Histogram
 from mismatch_plugin.limits import SAFETY_BOUND
 
-GROWN = 0.5
-"""`tis.bound_growth` of the bounds that are tried: the share outside hardly depends on the length."""
 KEPT = 0.99
 """Share of the units that the bounds from the data keep."""
 SMALLEST_LOG_RATIO = 1e-6
@@ -66,11 +64,6 @@ def levels_of(packed: PackedSequences) -> tuple[str, ...]:
     return tuple(level for level in LEVELS if several or UNITS[level].measure != "units")
 
 
-def growing(packed: PackedSequences) -> dict[str, str]:
-    """Level whose bounds may grow with the length → what such bounds are called in `bounds_for`."""
-    return {level: f"{level}_growing" for level in levels_of(packed) if UNITS[level].multiplies}
-
-
 def units_in(level: str, packed: PackedSequences) -> LevelUnits:
     """π_train is `packed.old_log_probs`. Units without response tokens have log-ratio 0."""
     assert packed.old_log_probs is not None
@@ -92,22 +85,16 @@ def bounds_for(packed: PackedSequences) -> dict[str, tuple[float, float]]:
     """Level or criterion → (lower, upper), which keep the share KEPT.
 
     Of a level (token, turn where a response has several, sequence, geometric, prefix) the bounds are on its ratio ρ: at
-    most ⌊n (1 − KEPT) / 2⌋ of its n units lie beyond each, and ρ = 1 is always inside. Those of "turn_growing",
-    "sequence_growing" and "prefix_growing" are for one token, and grow with √n (`tis.bound_growth` 0.5). Of a criterion
+    most ⌊n (1 − KEPT) / 2⌋ of its n units lie beyond each, and ρ = 1 is always inside. Of a criterion
     ("sequence_mean_k3", "sequence_max_k2") lower is 0, and at most ⌊n (1 − KEPT)⌋ units are above upper. Rounded
     outwards to a thousandth of |log ρ|, or of the upper bound. An upper bound above e^20 is inf, which mask mode takes
     for e^20; a lower one below e^−20 is 0, which is none.
     """
     assert packed.old_log_probs is not None
     found: dict[str, tuple[float, float]] = {}
-    grown = growing(packed)
     for level in levels_of(packed):
         of = units_in(level, packed)
-        there = of.tokens_U > 0
-        found[level] = _two_sided(of.log_ratio_U[there].numpy())
-        if level in grown:
-            scaled = (of.log_ratio_U / of.count_U.clamp(min=1).pow(GROWN))[there].numpy()
-            found[grown[level]] = _two_sided(scaled)
+        found[level] = _two_sided(of.log_ratio_U[of.tokens_U > 0].numpy())
     log_ratio = select_tokens(packed.old_log_probs.detach(), packed).log_ratio.double()
     counts_N = segment_sum(packed.loss_mask, packed.offsets)
     means_N = segment_sum(k3(log_ratio), packed.offsets) / counts_N.clamp(min=1)

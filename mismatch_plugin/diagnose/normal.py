@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from mismatch_plugin.core.gate import DEFAULT_GATE_KL
 from mismatch_plugin.core.health import MAX_KL
 from mismatch_plugin.diagnose.findings import FaultName, Mismatch
-from mismatch_plugin.diagnose.result import Comparable, Figure, Gate
+from mismatch_plugin.diagnose.result import Gate
 from mismatch_plugin.limits import USUAL_KL
 from mismatch_plugin.report.table import Table, figure
 
@@ -56,6 +55,7 @@ Pair = Literal[
     "stale rollouts",
 ]  # fmt: skip
 """Engine and trainer, by what sets the size of the gap."""
+Figure = Literal["mean |Δ log p|", "k3", "KL"]
 Format = Literal["fp32", "fp16", "bf16", "fp8", "fp4", "int8", "int4"]
 LOOSE = 2.0
 """Most figures are of one run: up to so many times the largest of a kind is still its size."""
@@ -172,11 +172,10 @@ def pairs_like(hints: Hints) -> tuple[Pair, ...]:
 
 
 class Answer(NamedTuple):
-    """normal: the gap is of the size known for this kind of pair. rows: what it was compared with, its kind first."""
+    """normal: the gap is of the size known for this kind of pair."""
 
     normal: bool
     sentence: str
-    rows: tuple[Comparable, ...] = ()
 
 
 def normality(level: Mismatch, hints: Hints) -> Answer:
@@ -190,12 +189,11 @@ def normality(level: Mismatch, hints: Hints) -> Answer:
         times = {name: _value(level, name) / rows[-1].high for name, rows in known.items()}
         if max(times.values()) <= LOOSE:
             size = "within twice the largest" if max(times.values()) > 1.0 else "as"
-            sentence = f"normal, {size} known for {pair}: {_shown(level, known)}."
-            return Answer(True, sentence, _rows(level, (pair, *(other for other in pairs if other != pair))))
+            return Answer(True, f"normal, {size} known for {pair}: {_shown(level, known)}.")
     known = _known(pairs[0])
     most = max(_value(level, name) / rows[-1].high for name, rows in known.items())
-    sentence = f"not normal for {pairs[0]}, {figure(most, 2)} times the largest known: {_shown(level, known)}."
-    return Answer(False, sentence, _rows(level, pairs))
+    times_largest = f"{figure(most, 2)} times the largest known"
+    return Answer(False, f"not normal for {pairs[0]}, {times_largest}: {_shown(level, known)}.")
 
 
 def largest_published(quantised: bool) -> tuple[float, float]:
@@ -240,17 +238,6 @@ def _known(pair: Pair) -> dict[Figure, list[Known]]:
         if row.pair == pair:
             found.setdefault("k3" if row.figure == "KL" else row.figure, []).append(row)
     return {name: sorted(rows, key=lambda row: row.high) for name, rows in found.items()}
-
-
-def _rows(level: Mismatch, pairs: Sequence[Pair]) -> tuple[Comparable, ...]:
-    """The sound gaps of these kinds, each with this one's figure: inside is at most LOOSE times below or above it."""
-    found: list[Comparable] = []
-    for row in (row for pair in pairs for row in KNOWN if row.pair == pair):
-        value = _value(level, row.figure)
-        where = "below" if value < row.low / LOOSE else "above" if value > row.high * LOOSE else "inside"
-        told = {name: getattr(row, name) for name in ("pair", "what", "source", "ours", "figure", "low", "high")}
-        found.append(Comparable(**told, value=value, where=where))
-    return tuple(found)
 
 
 def _shown(level: Mismatch, known: dict[Figure, list[Known]]) -> str:

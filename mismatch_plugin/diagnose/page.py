@@ -11,7 +11,6 @@ import mismatch_plugin
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.diagnose import words
 from mismatch_plugin.diagnose.flags import HOSTS
-from mismatch_plugin.diagnose.normal import LOOSE, span
 from mismatch_plugin.diagnose.result import Diagnosis, Histogram, Prediction
 from mismatch_plugin.files import write_whole
 from mismatch_plugin.limits import SAFETY_BOUND
@@ -88,33 +87,19 @@ def _draw(of: Histogram) -> bytes | None:
 
 
 def _tables(diagnosis: Diagnosis) -> dict[str, Table]:
-    """Those that have rows. known: every known gap of the same kind of pair, next to this one."""
-    known = [
-        (of.pair, of.figure, span(of.low, of.high), figure(of.value), of.where, of.what, of.source)
-        for of in diagnosis.normal
-    ]
-    ranges = words.known(diagnosis)
-    sizes = [
-        (name, f"{value} {unit}".strip(), ranges.get(name, NOTHING)) for name, value, unit in words.size_rows(diagnosis)
-    ]
+    """Those that have rows."""
+    sizes = [(name, f"{value} {unit}".strip()) for name, value, unit in words.size_rows(diagnosis)]
     quantiles = [
         (f"{name.removeprefix('p')} %", compact(value), compact(math.exp(min(max(value, -SAFETY_BOUND), SAFETY_BOUND))))
         for name, value in (diagnosis.size.quantiles if diagnosis.size else {}).items()
     ]
-    bounds = [
-        (level.replace("_growing", ", growth 0.5"), compact(lower), compact(upper))
-        for level, (lower, upper) in diagnosis.bounds.items()
-    ]
+    bounds = [(level, compact(lower), compact(upper)) for level, (lower, upper) in diagnosis.bounds.items()]
     metrics = [(name, compact(v) if math.isfinite(v) else str(v)) for name, v in sorted(diagnosis.metrics.items())]
-    pair = ("pair", "figure", "range", "here", "", "model and engines", "source")
-    loose = f"Up to {LOOSE:g} times above or below a range counts as inside: most are of one run."
-    grown = "growth 0.5: bounds of one token, to the power √n for a product over n tokens (--tis-bound-growth 0.5)."
     of_level = ("level", "lower bound", "upper bound")
     every = {
-        "sizes": Table("Figures", ("figure", "measured", "known"), tuple(sizes)),
-        "known": Table("Known gaps, nats per token", pair, tuple(known), notes=(loose,)),
+        "sizes": Table("Figures", ("figure", "measured"), tuple(sizes)),
         "quantiles": Table("Quantiles of the tokens", ("share below", "log-ratio", "ratio"), tuple(quantiles)),
-        "bounds": Table("Bounds that keep 99 % of your data", of_level, tuple(bounds), notes=(grown,)),
+        "bounds": Table("Bounds that keep 99 % of your data", of_level, tuple(bounds)),
         "metrics": Table(f"Metrics ({PREFIX}…), as training reports them", ("metric", "value"), tuple(metrics)),
     }
     return {name: table for name, table in every.items() if table.rows}

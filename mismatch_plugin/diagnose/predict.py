@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.segments import bounded_exp, segment_sum, spread
 from mismatch_plugin.diagnose.flags import config_of
-from mismatch_plugin.diagnose.levels import GROWN, KEPT, Bounds, LevelUnits, growing, levels_of, units_in
+from mismatch_plugin.diagnose.levels import KEPT, Bounds, LevelUnits, levels_of, units_in
 from mismatch_plugin.diagnose.packing import Groups
 from mismatch_plugin.diagnose.result import Prediction
 from mismatch_plugin.limits import SAFETY_BOUND
@@ -31,55 +31,7 @@ _UPPER = {"geometric": 1.001}
 _KEEPS = f"(keeps {KEPT:.0%})"
 
 
-def predict(
-    packed: PackedSequences, own: MismatchConfig | None, bounds: Bounds, groups: Groups | None
-) -> list[Prediction]:
-    """What every setting would do in the first optimizer step on these data; the user's own settings come first.
-
-    With w the weight that multiplies a token's loss, 0 where it is rejected (in algorithm 1 times what the objective
-    puts before A ∇ log π, the ratio, or 0 where its clip is active), ρ the ratio, A the advantages (1 where there are
-    none), u a unit: a token, or at turn level a turn, at sequence and geometric level a response, over which w A is
-    summed:
-    ess: (Σ w)² / (n Σ w²) over units. mean_weight, max_weight: of the kept tokens
-    noise: Σ_u x_u² / (Σ_u |x_u|)² with x = w A, divided by that of x = A: 1 is as noisy as no correction, at every
-        level alike; inf if nothing is left
-    bias: |Σ_u (w − ρ) A| / Σ_u |ρ A|, ρ the level's own ratio before bounding, at geometric level the product:
-        what the level itself leaves uncorrected is not in it
-
-    What training reports, too, is read from the statistics that it reports: equal to the last digit for the same batch.
-    In algorithms 1 and 3, and under `rs.policy` current, the training side is π_θ, which is π_old in the first step.
-    Under `rs.group` exclude and drop the advantages are those of the accepted responses. A dry run is predicted as if
-    it were none. own: nothing of it is `lacking`. bounds: `bounds_for` these tokens. groups: `packing.groups_of` them.
-    Raises InvalidLogProbError, ValueError as `correct`.
-    """
-    data = _Data(packed, groups)
-    return [data.prediction(*setting) for setting in settings_for(packed, own, bounds)]
-
-
-def predict_one(packed: PackedSequences, groups: Groups | None, config: MismatchConfig, name: str = "") -> Prediction:
-    """`predict` for one setting alone."""
-    return _Data(packed, groups).prediction(name, config.model_dump(mode="json", exclude_unset=True), config)
-
-
 # Which settings ------------------------------------------------------------------------------------------------------
-
-Setting = tuple[str, dict[str, Any], MismatchConfig]
-"""(name, settings as a file for --mismatch-config has them, the same)."""
-
-
-def settings_for(packed: PackedSequences, own: MismatchConfig | None, bounds: Bounds) -> Iterator[Setting]:
-    """The user's own, every preset, and every level × mode of algorithm 2 (which 3 shares in the first step) at two
-    bounds: a constant, and what keeps 99 % of these data, the same for all lengths and growing with them. Ratio
-    criteria of algorithm 0 at the same bounds. Objectives of algorithm 1, whose clip acts at once.
-
-    Without advantages no setting whose criteria need them."""
-    if own is not None:
-        yield OWN, own.model_dump(mode="json", exclude_unset=True), own
-    for name, settings in (*_of_presets(bounds), *_of_bounds(packed, bounds)):
-        config = config_of(settings)
-        if packed.advantages is not None or not config.needs_advantages:
-            yield name, settings, config
-
 
 Named = Iterator[tuple[str, dict[str, Any]]]
 
@@ -101,8 +53,8 @@ def _of_presets(bounds: Bounds) -> Named:
             yield f"{preset.short}, {shown} {_KEEPS}", preset.settings(**given)
 
 
-def _of_bounds(packed: PackedSequences, bounds: Bounds) -> Named:
-    for level in levels_of(packed):
+def _of_bounds(levels: Sequence[str], bounds: Bounds) -> Named:
+    for level in levels:
         constant, (low, high) = _UPPER.get(level, 2.0), bounds[level]
         for lower, upper, note in ((1.0 / constant, constant, ""), (low, high, f" {_KEEPS}")):
             if upper == math.inf:
@@ -116,12 +68,6 @@ def _of_bounds(packed: PackedSequences, bounds: Bounds) -> Named:
             if level in RS_LEVELS:
                 rule = {"aggregate": level, "statistic": "ratio", "lower_bound": lower, "upper_bound": upper}
                 yield _setting(0, f"reject {level} ratio outside {between}", {"rs": {"criteria": [rule]}})
-    for level, name in growing(packed).items():
-        lower, upper = bounds[name]
-        tis = {"level": level, "lower_bound": lower, "upper_bound": upper, "bound_growth": GROWN}
-        for mode in ("clip", "mask") if upper < math.inf else ():
-            name = f"{level}, {mode} {lower:.7g} to {upper:.7g}, growth {GROWN:g} {_KEEPS}"
-            yield _setting(2, name, {"tis": {**tis, "mode": mode}})
     rule = {"aggregate": "sequence_mean", "statistic": "k3", "upper_bound": bounds["sequence_mean_k3"][1]}
     yield _setting(0, f"reject sequence_mean k3 above {rule['upper_bound']:g} {_KEEPS}", {"rs": {"criteria": [rule]}})
     for objective in ("gspo", "cispo", "sapo", "gmpo"):
@@ -146,43 +92,79 @@ def lacking(config: MismatchConfig, packed: PackedSequences, groups: Groups | No
 # What they do --------------------------------------------------------------------------------------------------------
 
 
-class _Data:
-    """What all settings share: advantages, reference ratios of a level, shares of tokens, what a clip does.
+class Predictor:
+    """What settings would do in the first optimizer step on these data.
 
-    signs: indicator of tokens with A > 0 and with A < 0, and how many they are, where there are any.
+    With w the weight that multiplies a token's loss, 0 where it is rejected (in algorithm 1 times what the objective
+    puts before A ∇ log π, the ratio, or 0 where its clip is active), ρ the ratio, A the advantages (1 where there are
+    none), u a unit: a token, or at turn level a turn, at sequence and geometric level a response, over which w A is
+    summed:
+    ess: (Σ w)² / (n Σ w²) over units. mean_weight, max_weight: of the kept tokens
+    noise: Σ_u x_u² / (Σ_u |x_u|)² with x = w A, divided by that of x = A: 1 is as noisy as no correction, at every
+        level alike; inf if nothing is left
+    bias: |Σ_u (w − ρ) A| / Σ_u |ρ A|, ρ the level's own ratio before bounding, at geometric level the product:
+        what the level itself leaves uncorrected is not in it
+
+    What training reports, too, is read from the statistics that it reports: equal to the last digit for the same batch.
+    In algorithms 1 and 3, and under `rs.policy` current, the training side is π_θ, which is π_old in the first step.
+    Under `rs.group` exclude and drop the advantages are those of the accepted responses. A dry run is predicted as if
+    it were none. groups: `packing.groups_of` these responses.
+    Raises InvalidLogProbError, ValueError as `correct`.
     """
 
     def __init__(self, packed: PackedSequences, groups: Groups | None) -> None:
         assert packed.old_log_probs is not None
-        self.groups = groups
+        self.groups, self.has_advantages = groups, packed.advantages is not None
         given = torch.ones_like(packed.old_log_probs) if packed.advantages is None else packed.advantages
         self.advantages_T = torch.where(packed.loss_mask, given, 0.0).to(packed.old_log_probs.dtype)
         self.packed = packed.replace(advantages=self.advantages_T)
         self.tokens_N = segment_sum(packed.loss_mask.double(), packed.offsets)
         self.signs: dict[str, tuple[Tensor, float]] = {}
-        if packed.advantages is not None:
+        if self.has_advantages:
             for name, mask in (("kept_positive", self.advantages_T > 0), ("kept_negative", self.advantages_T < 0)):
                 if count := float(mask.sum()):
                     self.signs[name] = mask.to(self.advantages_T.dtype), count
         self._clips: dict[str, Tensor] = {}
         self._levels: dict[str, tuple[LevelUnits, float, float, float]] = {}
 
-    def prediction(self, name: str, settings: dict[str, Any], config: MismatchConfig) -> Prediction:
+    def all(self, own: MismatchConfig | None, bounds: Bounds) -> list[Prediction]:
+        """Of every setting, the user's own first, of which nothing is `lacking`. bounds: `bounds_for` the data."""
+        return [self.prediction(config, name, settings) for name, settings, config in self._settings(own, bounds)]
+
+    def prediction(self, config: MismatchConfig, name: str = "", settings: dict[str, Any] | None = None) -> Prediction:
+        """Of one. settings: as a file for --mismatch-config has them; default: what is set."""
         with ignore_mismatch_warnings():  # without weights only the counts are read
             applied = config.replace(metrics="basic" if config.weighted else "off", dry_run=False)
         data = self
         if applied.rs.group != "keep" and self.groups is not None:
             kept_N, least = correct(self.packed, applied).kept_N, applied.rs.least_accepted
             advantages_N = group_advantages(self.groups.rewards, self.groups.ids, kept_N, min_accepted=least)
-            data = _Data(self.packed.replace(advantages=spread(advantages_N, self.packed.sequence_index)), self.groups)
+            data = Predictor(
+                self.packed.replace(advantages=spread(advantages_N, self.packed.sequence_index)), self.groups
+            )
         return Prediction(
             setting=name,
-            settings=settings,
+            settings=config.model_dump(mode="json", exclude_unset=True) if settings is None else settings,
             algorithm=config.algorithm,
             second_pass=not config.use_rollout_log_probs,
             own=name == OWN,
             **data._figures(applied, correct(data.packed, applied, log_probs=data.packed.old_log_probs)),
         )
+
+    def _settings(
+        self, own: MismatchConfig | None, bounds: Bounds
+    ) -> Iterator[tuple[str, dict[str, Any] | None, MismatchConfig]]:
+        """(name, settings, the same). The user's own, every preset, and every level × mode of algorithm 2 (which 3
+        shares in the first step) at two bounds: a constant, and what keeps 99 % of these data. Ratio criteria of
+        algorithm 0 at the same bounds. Objectives of algorithm 1, whose clip acts at once.
+
+        Without advantages no setting whose criteria need them."""
+        if own is not None:
+            yield OWN, None, own
+        for name, settings in (*_of_presets(bounds), *_of_bounds(levels_of(self.packed), bounds)):
+            config = config_of(settings)
+            if self.has_advantages or not config.needs_advantages:
+                yield name, settings, config
 
     def level(self, name: str) -> tuple[LevelUnits, float, float, float]:
         """Its units; Σ ρ A and Σ |ρ A| over them, ρ before bounding, at geometric level, whose mean is no ratio of

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.values import dotted_fields_set, get_path, ignore_mismatch_warnings
 from mismatch_plugin.core.metrics.registry import PREFIX
-from mismatch_plugin.diagnose.flags import HOSTS, flags_for, preset_of
+from mismatch_plugin.diagnose.flags import HOSTS, flags_for, has_algorithm, preset_of, saves_the_pass
 from mismatch_plugin.diagnose.levels import KEPT, Bounds
 from mismatch_plugin.diagnose.measure import OLD_SHARE, Figures
 from mismatch_plugin.diagnose.normal import FAR_K3, SMALL_K3, UNEXPLAINED
@@ -180,8 +180,17 @@ RULES = (
         "one response has all the weight. Its bias (what came before a token is not reweighted) is small while the "
         "mismatch is",
     ),
+    Rule(
+        name="no pass",
+        run="a trainer without log-probs of π_old (prime-rl), where no row above fits",
+        preset="pg_is",
+        changes={"tis": {"level": "token"}},
+        reason="the weights are made anew at every step; per token their variance does not grow with the length",
+        also=lambda figures: figures.one_step and figures.expensive_pass,
+        kl=(0.0, FAR_K3),
+    ),
 )
-"""The first that holds is taken."""
+"""The first that holds, and whose algorithm the trainer can run, is taken."""
 
 
 class Addition(NamedTuple):
@@ -222,18 +231,26 @@ ADDITIONS = (
 
 
 def recommend(
-    figures: Figures, bounds: Bounds, predict: Callable[[MismatchConfig], Prediction], accepted: bool
+    figures: Figures,
+    bounds: Bounds,
+    predict: Callable[[MismatchConfig], Prediction],
+    accepted: bool,
+    host: str | None = None,
 ) -> Recommendation | None:
-    """The setting of the first rule that holds and whose setting keeps LEAST_KEPT of these tokens, by its own bounds or
-    by those from the data.
+    """The setting of the first rule that holds, that the host can run, and whose setting keeps LEAST_KEPT of these
+    tokens, by its own bounds or by those from the data.
 
     accepted: a mismatch as strong as no sound pair has is meant. Else it has a cause to be found, and there is no
     setting; nor where no rule holds.
     """
+    if saves_the_pass(host):
+        figures = replace(figures, one_step=True, expensive_pass=True)
     for rule in (rule for rule in RULES if rule.holds(figures)):
         if rule.name == "strong" and not accepted:
             return None
         config, name, reasons = rule.config, rule.setting, [rule.reason]
+        if not has_algorithm(host, config):
+            continue
         found = predict(config)
         if rule.data_bounds or found.kept < LEAST_KEPT:
             if rule.bounds not in bounds:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from mismatch_plugin.diagnose.findings import Finding, Mismatch, Undecided
+from mismatch_plugin.diagnose.findings import Finding, Frozen, Mismatch, Undecided
 
 Verdict = Literal["fault", "large", "normal", "undecided"]
 VERDICTS: dict[Verdict, str] = {
@@ -16,16 +16,11 @@ VERDICTS: dict[Verdict, str] = {
     "undecided": "Not decided",
 }
 """As a headline begins."""
-Figure = Literal["mean |Δ log p|", "k3", "KL"]
 EXIT_STATUS: dict[Verdict, int] = {"normal": 0, "large": 0, "fault": 1, "undecided": 3}
 """Of a dump; 1 as well where a gate failed, 2 where something cannot be read."""
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
-
-
-class Prediction(_Model):
+class Prediction(Frozen):
     """What a setting would do to these data, without training. ess, noise, bias: as in `predict`.
 
     setting: its name, a preset or "algorithm 2, token, truncate 2". settings: as a file for --mismatch-config has them.
@@ -53,7 +48,7 @@ class Prediction(_Model):
     own: bool = False
 
 
-class Recommendation(_Model):
+class Recommendation(Frozen):
     """One setting. flags: what to paste, by host (slime, miles, megatron-lm, verl, nemo-rl, python). watch: what to
     look at in the first ten steps. preset: its name where one gives the settings."""
 
@@ -65,22 +60,7 @@ class Recommendation(_Model):
     watch: tuple[str, ...]
 
 
-class Comparable(_Model):
-    """A known gap of the same kind of pair. low, high: range of `figure`, nats per token. what: the model and the
-    engines. ours: measured on this project's tiny models, not published. where: how the measured value lies to it."""
-
-    pair: str
-    what: str
-    figure: Figure
-    low: float
-    high: float
-    value: float
-    where: Literal["below", "inside", "above"]
-    source: str
-    ours: bool = False
-
-
-class Gate(_Model):
+class Gate(Frozen):
     """bar: the largest k3 that passes, nats per token. passed: None where the tokens are too few to tell. source: where
     the bar comes from."""
 
@@ -90,7 +70,7 @@ class Gate(_Model):
     source: str
 
 
-class Group(_Model):
+class Group(Frozen):
     """One bucket of a breakdown: tokens, mean |Δ log p|, KL (k1) and k3, nats per token; ess: of the tokens' ratios."""
 
     name: str
@@ -101,14 +81,14 @@ class Group(_Model):
     ess: float
 
 
-class Size(_Model):
+class Size(Frozen):
     """How large the mismatch is. quantiles: of the log-ratio, by "p0.1" … "p99.9". breakdowns: by what → groups."""
 
     quantiles: dict[str, float]
     breakdowns: dict[str, tuple[Group, ...]]
 
 
-class Histogram(_Model):
+class Histogram(Frozen):
     """Log-ratios of the units of a level: counts between edges. lower, upper: bounds on ρ; 0 and inf are none."""
 
     level: str
@@ -118,15 +98,14 @@ class Histogram(_Model):
     upper: float
 
 
-class Diagnosis(_Model):
+class Diagnosis(Frozen):
     """All of it. headline: one sentence, which begins with the verdict in words. next_step: what more would tell.
 
     findings: those that count first, else in the order of cause and effect. mismatch: as the two sides were given;
     fixed: with what the findings explain undone, where that is possible and changes anything.
     metrics: as training reports them, for the user's settings; level: whose units they count.
-    normality: whether the gap is of a known size, in one sentence; normal: the figures that it goes by. bounds: level →
-    (lower, upper) on the ratio that keep 99 % of its units. histogram: for the page and not in the JSON. one_sided:
-    there is no training side.
+    normality: whether the gap is of a known size, in one sentence. bounds: level → (lower, upper) on the ratio that
+    keep 99 % of its units. histogram: for the page and not in the JSON. one_sided: there is no training side.
     """
 
     verdict: Verdict
@@ -141,13 +120,12 @@ class Diagnosis(_Model):
     one_sided: bool = False
     mismatch: Mismatch | None = None
     fixed: Mismatch | None = None
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float] = Field(default={})
     level: str = "token"
     size: Size | None = None
-    normal: tuple[Comparable, ...] = ()
     normality: str = ""
     predictions: tuple[Prediction, ...] = ()
-    bounds: dict[str, tuple[float, float]] = {}
+    bounds: dict[str, tuple[float, float]] = Field(default={})
     recommendation: Recommendation | None = None
     gate: Gate | None = None
     histogram: Histogram | None = Field(default=None, exclude=True, repr=False)

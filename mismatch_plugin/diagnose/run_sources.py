@@ -131,6 +131,12 @@ def read_source(path: Path, run: str | None = None) -> Source:
         path = files[0]
         rows = list(read_steps(path))
     notes = list[str]()
+    if len(files) > 1 and form == "events":
+        listed = _listed(file.name for file in files)
+        notes.append(
+            f"{len(files)} event files of one folder are read as one run that was resumed: where both have a "
+            f"step, the later file counts ({listed}). Of several runs give one file"
+        )
     columns = _columns(path, rows, run)
     if any(column.rank for column in columns):
         renamed = [f"{c.metric} as {ours}" for c in columns if (ours := c.ours.removeprefix(PREFIX)) not in c.metric]

@@ -43,8 +43,8 @@ SHORT = (
 )
 """What the screen shows."""
 _WORDS = (
-    *("small mismatch, as of two engines in one precision", "moderate mismatch", "noticeable mismatch"),
-    "large mismatch",
+    "small mismatch, as of two engines in one precision",
+    *("moderate mismatch", "noticeable mismatch", "large mismatch"),
 )
 _SHIFTS = ("kl", "rollout_is_ratio_mean")
 """What all tokens share, and no weight or filter repairs."""
@@ -80,9 +80,11 @@ class Trend:
         return self.after > small and self.after > growth * self.before
 
     def __str__(self) -> str:
-        times = f" {figure(self.after / self.before, 2)} times" if self.before else ""
-        span = f"from {figure(self.before, 2)} to {figure(self.after, 2)} nats per token"
-        return f"{SIZES[self.metric][0]} has grown{times} since about step {self.began:g}, {span}"
+        times = f", {figure(self.after / self.before, 2)} times as much" if self.before else ""
+        return (
+            f"{SIZES[self.metric][0]} was {figure(self.before, 2)} nats per token in the first steps and is "
+            f"{figure(self.after, 2)} in the last{times}; it grows from about step {self.began:g} on"
+        )
 
 
 def trends_of(numbers: Sequence[float], rows: Sequence[Row]) -> list[Trend]:
@@ -176,23 +178,25 @@ def judge_run(source: Source, config: MismatchConfig | None) -> Run:
         advice = f" See with {_INSPECT} whether precision alone explains it."
     said = ", ".join(f"{SIZES[metric][0]} {value:.2g}" for metric, value in sizes.items())
     said = f"{said} nats per token" if sizes else "neither KL nor the mean |log ratio| was recorded"
-    looked_for = ", ".join(SIZES[metric][0] for metric in sizes) or "KL not recorded"
-    why = f": it takes {MIN_STEPS} to tell" if len(rows) < MIN_STEPS else f" ({looked_for})"
+    no_growth = f"no growth of {' or '.join(SIZES[metric][0] for metric in sizes)} in {counted(len(rows))}"
+    if len(rows) < MIN_STEPS:
+        no_growth = f"{counted(len(rows))} are too few to tell, it takes {MIN_STEPS}"
+    elif not sizes:
+        no_growth = "not judged, since nothing that tells the size was recorded"
     empty = sum(bool(row.get(_NONE_LEFT)) for row in rows)
     rejected = f" Everything was rejected in {counted(empty)}; means of weights leave these out." if empty else ""
     tokens = sum(row.get(_TOKENS, math.nan) for row in recent)
+    verdict: Verdict = "normal" if sizes else "undecided"
+    if about & {"fault", "correction"}:
+        verdict = "fault"
+    elif large:
+        verdict = "large"
     return Run(
-        verdict="fault"
-        if about & {"fault", "correction"}
-        else "large"
-        if large
-        else "normal"
-        if sizes
-        else "undecided",
+        verdict=verdict,
         sound=not (about & {"fault", "correction"} or shifted or broke or (large and not _corrects(config))),
         data=f"{word}: {said} over the last {counted(len(recent))}.{advice}",
         correction=_correction(mean, "correction" in about, config) + rejected,
-        trend=("; ".join(map(str, trends)) or f"none in {counted(len(rows))}{why}") + ".",
+        trend=("; ".join(map(str, trends)) or no_growth) + ".",
         steps=len(rows),
         judged=len(recent),
         k3_kl=mean("k3_kl"),
@@ -212,9 +216,9 @@ def counted(steps: int) -> str:
 
 
 def _corrects(config: MismatchConfig | None) -> bool:
-    return config is not None and not config.dry_run and (
-        config.weighted or config.rejects or config.use_rollout_log_probs
-    )  # fmt: skip
+    if config is None or config.dry_run:
+        return False
+    return config.weighted or config.rejects or config.use_rollout_log_probs
 
 
 def _finding(name: str, warnings: Sequence[HealthWarning]) -> dict[str, Any]:
@@ -302,6 +306,8 @@ def inspect_run(
     for finding in found.findings:
         if finding["fault"] != "growth":  # which the trend has told
             console.print(f"{finding['fault']} = {finding['evidence']}. {finding['fix']}")
+    if found.verdict != "undecided":
+        console.print(f"Which setting fits, a dump tells: {_INSPECT} recommends one.")
     if picture or no_picture:  # a path stays whole
         typer.echo(no_picture or f"picture: {picture}")
     return status

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_plugin.data.arrays import Floats, Ints
+from mismatch_plugin.data.arrays import Floats
 from mismatch_plugin.data.read import InputError
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.sglang.http import shown
@@ -85,23 +85,6 @@ class Checkpoint:
         kept = len(record.response_ids) + 1
         return self.model(torch.tensor([sequence]), logits_to_keep=kept, use_cache=False).logits[0, :-1].float()
 
-    @torch.inference_mode()
-    def experts(self, record: Sample) -> Ints | None:
-        """As `Sample.routed_experts`, chosen by this model's own routers. None where it tells none, or not of all."""
-        told = record.routed_experts
-        if told is None:
-            return None
-        sequence = torch.tensor([[*record.prompt_ids.tolist(), *record.response_ids.tolist()]])
-        try:
-            out = self.model(sequence[:, :-1], use_cache=False, output_router_logits=True)
-        except TypeError:
-            return None
-        logits = getattr(out, "router_logits", None) or ()
-        if len(logits) != told.shape[1]:
-            return None
-        chosen = [layer.reshape(sequence.shape[1] - 1, -1).topk(told.shape[2]).indices for layer in logits]
-        return torch.stack(chosen, dim=1).to(torch.int32).numpy()
-
 
 def rescore(url: str, records: Sequence[Sample], vocab_size: int | None = None) -> tuple[list[Floats], list[str]]:
     """The server's own log-probs of the responses, at temperature 1, as its current weights give them; and what of the
@@ -142,7 +125,7 @@ def with_reference(samples: Sequence[Sample], start: Checkpoint) -> list[Sample]
 def from_checkpoint(model: Checkpoint, records: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
     """--checkpoint: the records with a training side, and what it is."""
     samples = [
-        with_training(record, log_probs).with_fields(entropy=entropy, trained_experts=model.experts(record))
+        with_training(record, log_probs).with_fields(entropy=entropy)
         for record, (log_probs, entropy) in zip(records, model.distributions(records), strict=True)
     ]
     return samples, [f"training side: {model.folder} in float32, at each record's temperature"]

@@ -58,16 +58,15 @@ class _Screen:
             self.say(f"first: {item.first}", indent=2)
         self.say(f"fix: {item.fix}", indent=2)
 
-    def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]], wrapped: int = 0) -> None:
-        """Columns without lines, numbers to the right; a row that begins with > is bold. wrapped: a column of words."""
+    def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Columns without lines, numbers to the right; the first column wraps; a row that begins with > is bold."""
 
         def text(cell: str) -> Text:
             return Text("\n".join(printable(line, self.unicode) for line in cell.split("\n")))
 
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
         for place, header in enumerate(headers):
-            justify = "left" if place in (0, wrapped) else "right"
-            table.add_column(text(header), justify=justify, no_wrap=place != wrapped)
+            table.add_column(text(header), justify="right" if place else "left", no_wrap=bool(place))
         for row in rows:
             table.add_row(*map(text, row), style="bold" if row[0].startswith(">") else "")
         self.console.print(table)
@@ -115,10 +114,8 @@ def show(
     for note in diagnosis.notes[1:]:  # the first says what was read
         screen.say(f"note: {note}", "dim")
     if rows := [row for row in words.size_rows(diagnosis) if not row[0].startswith("χ²")]:
-        known = words.known(diagnosis)
         console.print()
-        table = [(title, f"{value} {unit}".strip(), known.get(title, "")) for title, value, unit in rows]
-        screen.table(("size", "measured", "known" if known else ""), table, wrapped=2)
+        screen.table(("size", "measured"), [(title, f"{value} {unit}".strip()) for title, value, unit in rows])
     console.print()
     if diagnosis.recommendation is None:
         screen.step(words.without_advice(diagnosis))

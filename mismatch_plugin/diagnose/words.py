@@ -8,11 +8,11 @@ from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.diagnose.detectors.run import NO_TRAINING
 from mismatch_plugin.diagnose.findings import Finding
 from mismatch_plugin.diagnose.flags import config_of, shortest_flags
-from mismatch_plugin.diagnose.normal import SMALL_K3, UNEXPLAINED, span
-from mismatch_plugin.diagnose.result import VERDICTS, Comparable, Diagnosis, Gate, Prediction
+from mismatch_plugin.diagnose.normal import SMALL_K3, UNEXPLAINED
+from mismatch_plugin.diagnose.result import VERDICTS, Diagnosis, Gate, Prediction
 from mismatch_plugin.report.table import NOTHING, figure
 
-ALTERNATIVES = 3
+USUAL = "token_is"
 TOO_FEW = "not enough tokens to tell"
 """How reasons of `findings.too_few` begin."""
 
@@ -90,20 +90,6 @@ def sentence(text: str) -> str:
     return f"{text.replace('`', '').rstrip('. ')}."
 
 
-def known(diagnosis: Diagnosis) -> dict[str, str]:
-    """Figure of `size_rows` → the range known of the nearest kind of pair, with its name; what is ours is called so."""
-    found: dict[str, list[Comparable]] = {}
-    for item in diagnosis.normal:
-        if item.pair == diagnosis.normal[0].pair:
-            found.setdefault("KL, k3" if item.figure != "mean |Δ log p|" else item.figure, []).append(item)
-    told: dict[str, str] = {}
-    for title, every in found.items():
-        rows = [row for row in every if not row.ours] or every
-        ours = " (ours)" if rows[0].ours else ""
-        told[title] = f"{span(min(r.low for r in rows), max(r.high for r in rows))}{ours}: {rows[0].pair}"
-    return told
-
-
 def gate_words(gate: Gate) -> tuple[str, str]:
     """(whether it passed, the figures)."""
     said = {True: "passed", False: "failed", None: "not decided, too few tokens"}[gate.passed]
@@ -136,17 +122,16 @@ def size_rows(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
 
 
 def chosen_predictions(diagnosis: Diagnosis) -> list[tuple[str, Prediction]]:
-    """(mark, prediction): the recommended setting, the user's own, and the best of each other algorithm by
-    kept · ESS · (1 − bias), filled up by that to `ALTERNATIVES`."""
+    """(mark, prediction): the recommended setting, the user's own, token weights, which most start with, and the best
+    setting of each other algorithm by kept · ESS · (1 − bias)."""
     advice, every = diagnosis.recommendation, diagnosis.predictions
     best = next((item for item in every if advice and item.setting == advice.setting), None)
     own = next((item for item in every if item.own), None)
     marked = [("recommended" + ", yours" * (best is own), best)] if best else []
     if own is not None and own is not best:
         marked.append(("yours", own))
-    others = [item for item in every if item is not best and item is not own]
-    others.sort(key=lambda item: -item.kept * item.ess * (1.0 - min(item.bias, 1.0)))
-    used = {item.algorithm for _, item in marked}
-    first = [item for item in others if not (item.algorithm in used or used.add(item.algorithm))]
-    rest = [item for item in others if item not in first]
-    return [*marked, *(("", item) for item in [*first, *rest][:ALTERNATIVES])]
+    marked += [("", item) for item in every if item.setting == USUAL and item is not best]
+    for item in sorted(every, key=lambda item: -item.kept * item.ess * (1.0 - min(item.bias, 1.0))):
+        if item.algorithm not in {one.algorithm for _, one in marked}:
+            marked.append(("", item))
+    return marked

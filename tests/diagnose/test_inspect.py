@@ -83,10 +83,10 @@ def test_what_the_user_knows_counts(tmp_path: Path) -> None:
     path = training_file(tmp_path)
 
     def pair(*options: str) -> str:
-        return told(RECORDS, path, "--brief", *options)["normal"][0]["pair"]
+        return told(RECORDS, path, "--brief", *options)["normality"]
 
-    assert pair("--engine", "int8") == "int8 engine" and pair("--moe").startswith("MoE")
-    assert pair("--engine", "bf16", "--trainer", "fp32", "--dense") == "bf16 engine, fp32 trainer"
+    assert "int8 engine" in pair("--engine", "int8") and "MoE bf16" in pair("--moe")
+    assert "bf16 engine, fp32 trainer" in pair("--engine", "bf16", "--trainer", "fp32", "--dense")
     assert told(RECORDS, path, "--expensive-pass", "--one-step")["recommendation"]["preset"] == "pg_is"
     again = "--use-tis --use-tis --tis-upper-bound 2 --tis-upper-bound 2.0 --rs-criterion token:k2:1"
     own = told(RECORDS, path, "--flags", f"{again} --rs-criterion sequence_max:k2:2")["predictions"][0]["settings"]

@@ -153,9 +153,7 @@ def test_is_this_normal(abs_mean: float, k3_kl: float, options: tuple[str, ...],
     level = found["mismatch"]
     assert (level["abs_mean"], level["k3_kl"]) == pytest.approx((abs_mean, k3_kl), rel=0.02)
     assert found["normality"].startswith("normal, " if normal else "not normal for ") and pair in found["normality"]
-    assert found["normal"][0]["pair"] == pair  # the kind that is named is shown first
     assert found["verdict"] in ("fault", "normal" if normal else "large")
-    assert all(row["source"].startswith(("https://", "this project")) for row in found["normal"])
 
 
 def test_what_was_measured_here_is_not_called_published_and_stale_rollouts_are_a_kind_of_their_own() -> None:
@@ -166,7 +164,6 @@ def test_what_was_measured_here_is_not_called_published_and_stale_rollouts_are_a
     found = inspect([one.with_fields(**span) for one in with_gaps(0.05, 0.005)], "--brief")
     words = "normal, as known for stale rollouts: k3 0.005 (published 0.0017 to 0.0054, ours "
     assert found["normality"].startswith(words), found["normality"]
-    assert {row["ours"] for row in found["normal"]} == {True, False}
     rows = [[-1.0, -2.0] * 60]
     found = inspect(samples_of(rows, rows))
     assert found["normality"].startswith("an exact zero") and {*found["size"]["quantiles"].values()} == {0.0}

@@ -161,9 +161,9 @@ def test_what_excluding_the_rejected_changes_in_their_groups_by_hand() -> None:
     assert found == pytest.approx((1.0, 1.0, 1.0), abs=1e-4)
 
 
-def kept(packed: mp.PackedSequences, level: str, lower: float, upper: float, growth: float = 0.0) -> float:
+def kept(packed: mp.PackedSequences, level: str, lower: float, upper: float) -> float:
     """Share of the level's units within these bounds, as training reports it."""
-    tis = {"level": level, "mode": "mask", "lower_bound": lower, "upper_bound": upper, "bound_growth": growth}
+    tis = {"level": level, "mode": "mask", "lower_bound": lower, "upper_bound": upper}
     with ignore_mismatch_warnings():
         metrics = mp.correct(packed, mp.MismatchConfig.build({"use_tis": True, "tis": tis})).statistics.metrics()
     return 1.0 - sum(metrics[f"rollout_corr/rollout_is_ratio_fraction_{side}"] for side in ("high", "low"))
@@ -185,11 +185,10 @@ def test_bounds_keep_the_wished_share_and_hardly_more() -> None:
             metrics = mp.correct(packed, config).statistics.metrics()
             assert lower == 0.0 and metrics["rollout_corr/accepted_seq_fraction"] >= 0.99 - 1e-12
             continue
-        level, growth = name.removesuffix("_growing"), 0.5 * name.endswith("_growing")
-        found = kept(packed, level, lower, upper, growth)
-        assert 0.99 - 1e-12 <= found <= 0.99 + 2 / units.get(level, len(BATCH)) + 0.003, name
-        if level in ("token", "prefix"):
-            assert kept(packed, level, lower ** (1 / 1.2), upper ** (1 / 1.2), growth) < found
+        found = kept(packed, name, lower, upper)
+        assert 0.99 - 1e-12 <= found <= 0.99 + 2 / units.get(name, len(BATCH)) + 0.003, name
+        if name in ("token", "prefix"):
+            assert kept(packed, name, lower ** (1 / 1.2), upper ** (1 / 1.2)) < found
 
 
 def noise(
@@ -296,6 +295,23 @@ def test_a_strong_mismatch_has_no_setting_unless_it_is_meant_and_advice_says_wha
     reported = mp.correct(packed, settings_of(advice)).statistics.metrics()
     for name, said in metrics.items():
         assert float(said.split(";")[0]) == pytest.approx(reported[name], rel=0.06), name
+
+
+@pytest.mark.parametrize(
+    ("kl", "length", "setting"),
+    [
+        (2e-4, 800, "ppo_is_bypass"),  # algorithm 0 elsewhere
+        (0.01, 50, "pg_is"),
+        (0.01, 2000, "pg_is, tis.level token"),  # token_is elsewhere, algorithm 2
+    ],
+)
+def test_a_trainer_is_recommended_what_it_can_run(kl: float, length: int, setting: str) -> None:
+    """prime-rl has no log-probs of π_old, so neither algorithm 0 nor 2."""
+    found = inspect(noise(kl, length), "--host", "prime-rl", *ANYTHING)
+    advice = found["recommendation"]
+    assert advice["setting"] == setting and settings_of(advice).use_rollout_log_probs
+    assert "mismatch_plugin.hooks.prime_rl.policy_loss" in advice["flags"]["prime-rl"]
+    assert any(item["setting"] == setting for item in found["predictions"])
 
 
 SHOWN = [*{row[2]: number for number, row in enumerate(ADVICE)}.values()]

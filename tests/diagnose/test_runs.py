@@ -206,6 +206,8 @@ def test_of_a_resumed_run_what_it_went_back_over_does_not_count(tmp_path: Path) 
         events(tmp_path / name, suffix=".a")  # 1, 2, 3
         found = told(events(tmp_path / name, start=start, shift=shift, suffix=".b"))
         assert found["steps"] == steps and values(found) == expected, name
+        assert found["notes"][0].startswith("2 event files of one folder are read as one run that was resumed")
+        assert all(file.name in found["notes"][0] for file in (tmp_path / name).iterdir()), "both are named"
 
 
 def test_a_sound_run_and_one_whose_tokens_all_shift(judge: Any) -> None:
@@ -217,7 +219,10 @@ def test_a_sound_run_and_one_whose_tokens_all_shift(judge: Any) -> None:
     assert (unsound["steps"], unsound["judged"], unsound["verdict"], unsound["status"]) == (24, 10, "fault", 1)
     assert unsound["data"].startswith("large mismatch: k3_kl 0.31, |kl| 0.9 nats per token over the last 10 steps.")
     assert "No correction repairs a shift that all tokens share: find the cause" in unsound["data"]
-    assert unsound["trend"].startswith("k3_kl has grown since about step 13, from 0 to 0.31 nats per token; |kl|")
+    grown = (
+        "k3_kl was 0 nats per token in the first steps and is 0.31 in the last; it grows from about step 13 on; |kl|"
+    )
+    assert unsound["trend"].startswith(grown)
     assert unsound["correction"] == "does not hold (tokens kept 1, mean weight 0.41, effective sample size 1)."
     found = {one["fault"]: one for one in unsound["findings"]}
     assert {*found} == {"kl", "rollout_is_ratio_mean", "rollout_is_weight_after_mean", "growth"}
@@ -234,7 +239,7 @@ def test_what_was_not_recorded_is_no_figure(judge: Any) -> None:
     assert found["data"] == "not judged: neither KL nor the mean |log ratio| was recorded over the last 10 steps."
     assert found["correction"] == "holds (mean weight 0.9)."
     assert (found["verdict"], found["status"]) == ("undecided", 3)
-    assert found["trend"] == "none in 30 steps (KL not recorded)."
+    assert found["trend"] == "not judged, since nothing that tells the size was recorded."
 
 
 def test_a_step_that_rejected_everything_has_no_weight_and_one_without_tokens_says_nothing(judge: Any) -> None:
@@ -346,8 +351,8 @@ def test_a_flat_run_has_no_trend(memory: float, judge: Any) -> None:
         np.linspace(-8.0, -2.0, 19),  # too few
     ):
         assert judge(exp(quiet))["trends"] == []
-    assert judge([{KL: 7e-4}] * 19)["trend"] == "none in 19 steps: it takes 20 to tell."
-    assert judge([{KL: 7e-4, K3: 4e-4}] * 200)["trend"] == "none in 200 steps (k3_kl, |kl|)."
+    assert judge([{KL: 7e-4}] * 19)["trend"] == "19 steps are too few to tell, it takes 20."
+    assert judge([{KL: 7e-4, K3: 4e-4}] * 200)["trend"] == "no growth of k3_kl or |kl| in 200 steps."
 
 
 SINCE = np.maximum(np.arange(120) - 59.0, 0.0)
@@ -371,7 +376,7 @@ def test_a_kl_that_grows_under_a_k3_that_stays_is_told_and_steps_are_put_in_orde
     found = judge([{KL: value, K3: 4e-4} for value in kl])
     (trend,) = found["trends"]
     assert trend["metric"] == "kl" and found["verdict"] == "large" and not found["sound"]
-    assert found["trend"].startswith("|kl| has grown ") and found["trend"].endswith("nats per token.")
+    assert found["trend"].startswith("|kl| was ") and " times as much; it grows from about step " in found["trend"]
 
 
 def test_inspect_draws_what_is_there_and_the_verdict_does_not_need_it(
@@ -384,7 +389,8 @@ def test_inspect_draws_what_is_there_and_the_verdict_does_not_need_it(
     write_step(own, CONFIG, {f"rollout_corr/{name}": 0.5 for name in names})
     write_step(own, CONFIG, {"step": 9, KL: math.nan, "rollout_corr/chi2_token": math.inf})
     result = run(own)
-    assert result.output.splitlines()[-1] == f"picture: {own}/plots/six_panels.png"
+    said, drawn_to = result.output.splitlines()[-2:]
+    assert drawn_to == f"picture: {own}/plots/six_panels.png" and "mismatch-plugin inspect DUMP recommends one" in said
     found = told(own, "--out", tmp_path / "p")
     assert found["picture"] == str(tmp_path / "p" / "six_panels.png")
     assert (tmp_path / "p" / "six_panels.png").read_bytes().startswith(b"\x89PNG")

@@ -69,8 +69,8 @@ def test_the_verdict_comes_first_and_nothing_is_wider_than_the_terminal(
 
 def test_flags_are_of_the_dump_s_trainer_or_the_host_and_stay_whole(here: Path) -> None:
     write_samples(here / "dump.jsonl", of_verdict("large"))
-    flags = told("dump.jsonl")["recommendation"]["flags"]
     for host in ("slime", "verl", "prime-rl", "python"):
+        flags = told("dump.jsonl", "--host", host)["recommendation"]["flags"]
         shown = run("dump.jsonl", "--no-report", "--host", host, columns=80).output
         lines = [line.rstrip() for line in shown.splitlines()]
         assert all(line in lines for line in flags[host].splitlines())

@@ -290,9 +290,8 @@ def find_shift(batch: Batch) -> Outcome:
 
 # Experts of a MoE model: did the trainer compute with those that the rollout engine computed with? -------------------
 
-REPLAYED, OWN_CHOICE = 0.999, 0.8
-"""Share of choices that agree where a trainer replays them: all but what a kernel may reorder; and where a checkpoint's
-own routers chose in float32: published pairs differ in some 10 % of choices."""
+REPLAYED = 0.999
+"""Share of choices that agree where a trainer replays them: all but what a kernel may reorder."""
 REPLAY_FIX = (
     "Replay the rollout's routes at their own positions: row t is of token t, and the last token has none. Where a "
     "request was retracted and computed again, keep the routes of the run whose log-probs are kept. Rows that are "
@@ -310,21 +309,20 @@ def find_replay(batch: Batch) -> Outcome:
         rows = rows[rows >= 0]
         if rollout is not None and training is not None and rollout.shape == training.shape and len(rows):
             compared.append((sample, [_agreement(rollout, training, rows, by) for by in (0, -1, 1)]))
-    bar = OWN_CHOICE if batch.from_checkpoint else REPLAYED
-    wrong = [pair for pair in compared if pair[1][0] < bar]
+    wrong = [pair for pair in compared if pair[1][0] < REPLAYED]
     if not wrong:
         return [], batch
     own, *neighbours = np.mean([shares for _, shares in wrong], axis=0)
     shifted = max(neighbours)
     evidence = (
         f"In {len(wrong)} of {len(compared)} samples with routes of both sides {own:.1%} of the experts agree, where "
-        f"{bar:.1%} or more was expected. With the trainer's row one position "
+        f"{REPLAYED:.1%} or more was expected. With the trainer's row one position "
         f"{'earlier' if shifted == neighbours[0] else 'later'} {shifted:.1%} agree."
     )
     about = {
         "of_samples": len(compared),
         "statistics": {"agreement": float(own), "shifted": float(shifted)},
-        "confidence": "likely" if batch.from_checkpoint else "certain",
+        "confidence": "certain",
     }
     samples = [sample for sample, _ in wrong]
     return [batch.finding("replay_off", "both", evidence, REPLAY_FIX, samples, **about)], batch

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from mismatch_plugin.diagnose.batch import Batch, Outcome
 from mismatch_plugin.diagnose.detectors import alignment, distribution, numbers, served, size, tokens, weights
-from mismatch_plugin.diagnose.findings import CheckResult, FaultName, Finding, Item, Status, Undecided
-from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS
+from mismatch_plugin.diagnose.findings import CheckResult, FaultName, Finding, Item, Undecided
 
 
 class Fault(NamedTuple):
@@ -24,12 +23,12 @@ FAULTS: dict[FaultName, Fault] = {
     "label_reused": Fault("weights changed under one and the same version", PLUGIN),
     "other_weights": Fault("a server serves other weights than the trainer sent", f"{PLUGIN}; `weight_fingerprint`"),
     "stale_cache": Fault("the cache was not flushed after an update", f"{PLUGIN}; samples with a cached prompt"),
-    "update_lost_in_precision": Fault("bfloat16 rounded most of an update away", f"{PLUGIN}; both checkpoints"),
+    "update_lost_in_precision": Fault("bfloat16 rounded most of an update away", PLUGIN),
     "server_differs": Fault("a server has other weights, precision or version", f"{PLUGIN}; rescoring with `--url`"),
     "token_ids": Fault("the trainer sees other response ids", "ids", True),
     "prompt_ids": Fault("the trainer sees another prompt", "ids", True),
     "cloned_group": Fault("equal responses in one group, at a temperature above 0", "ids, and how unlikely"),
-    "replay_off": Fault("experts are not replayed as they were", "routes of both sides, or `--checkpoint`", True),
+    "replay_off": Fault("experts are not replayed as they were", "routes of both sides", True),
     "eos_appended": Fault("an appended end token that nobody sampled", "null, 0.0 or one token more at the end"),
     "sign": Fault("losses in place of log-probs", "positive values"),
     "probabilities": Fault("probabilities in place of log-probs", "values in (0, 1]"),
@@ -127,9 +126,7 @@ DETECTORS = (
 NO_TRAINING = "there is no training side: give its log-probs, a checkpoint or a server"
 
 
-def check_batch(
-    batch: Batch, *, accept: Collection[str] = (), notes: Sequence[str] = (), found: Sequence[Item] = ()
-) -> CheckResult:
+def check_batch(batch: Batch, *, accept: Collection[str] = (), found: Sequence[Item] = ()) -> CheckResult:
     """Look for every fault. accept: faults that are meant: reported, but they do not make the batch faulty.
 
     found: what is known already, told first but for what the servers of the records told of themselves.
@@ -155,18 +152,7 @@ def check_batch(
     ]
     before = size.mismatch(given)
     after = before if batch is given else size.mismatch(batch)
-    few = given.has_training and len(batch.tokens) < ENOUGH_TOKENS
-    status: Status = "faults" if any(item.counts for item in findings) else "undecided" if few else "clean"
-    return CheckResult(
-        status=status,
-        samples=len(given),
-        tokens=given.token_count,
-        findings=tuple(findings),
-        undecided=tuple(undecided),
-        mismatch=before,
-        fixed=after if after != before else None,
-        notes=(*notes, *served.note(given)),
-    )
+    return CheckResult(tuple(findings), tuple(undecided), before, after if after != before else None)
 
 
 def _faults(items: Sequence[Item]) -> set[FaultName]:

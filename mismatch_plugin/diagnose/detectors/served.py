@@ -16,7 +16,7 @@ from mismatch_plugin.data.served import LastUpdate, Served, ServedWeights
 from mismatch_plugin.data.versions import INITIAL_VERSION, version_number
 from mismatch_plugin.diagnose.batch import Batch, Outcome
 from mismatch_plugin.diagnose.detectors.distribution import PENALTY_FIX, TEMPERATURE_FIXES, TRUNCATION_FIXES
-from mismatch_plugin.diagnose.detectors.layers import OLD_FIX, delivered
+from mismatch_plugin.diagnose.detectors.layers import OLD_FIX
 from mismatch_plugin.diagnose.findings import FaultName, Finding, Item, Place, called
 
 MOST_NAMES = 4
@@ -31,28 +31,16 @@ FEW_ELEMENTS = 0.05
 LIKELY_AGAIN = math.log(1e-9)
 """Nats. Two independent draws are one and the same response of at most this log-prob with a chance of at most 1e-9."""
 
-GREEDY_FIX = (
-    "Sample with top_k ≠ 1: SGLang computes the log-probs of a batch of greedy requests at temperature 1, those of a "
-    "mixed one at the temperature asked for. Where greedy is meant, ask for temperature 1."
-)
-DEFAULTS_FIX = (
-    "Send every sampling parameter with the request: what it leaves out comes from the model's generation_config or "
-    "the server's preferred_sampling_params."
-)
+GREEDY_FIX = "Sample with top_k ≠ 1, or at temperature 1: SGLang has log-probs of greedy batches at temperature 1."
+DEFAULTS_FIX = "Send every sampling parameter with the request: a generation_config or the server may set others."
 RECORD_FIX = "Record what was asked for (`sampling`, with a record)."
 DIFFERS_FIX = "Start all servers of a run with the same arguments and the same SGLang; or --accept server_differs."
 CACHE_FIX = (
     "Flush the KV cache with every update: flush_cache true in its last request, under a pause that retracts or aborts "
-    "(SGLang refuses the flush under an in-place pause while requests run)."
+    "(under an in-place pause SGLang refuses it)."
 )
-CLONES_FIX = (
-    "Give each sample of a group a seed of its own (sampling_seed) where inference is deterministic; else look for "
-    "replies or records that are there twice."
-)
-ROUNDED_FIX = (
-    "Nothing, where the trainer's master weights are float32: later updates bring the rest, and until then it is part "
-    "of the mismatch. Else keep masters in float32; a server in float16 has eight times finer steps."
-)
+CLONES_FIX = "Give each sample of a group its own sampling_seed; else look for records that are there twice."
+ROUNDED_FIX = "Nothing, where master weights are float32: later updates bring the rest. Else keep them in float32."
 NOT_UPDATED_FIX = (
     f"{OLD_FIX} A step that changes nothing (learning rate 0, as a warm-up may begin) is --accept weights_not_updated."
 )
@@ -60,15 +48,12 @@ FIRST_SYNC_FIX = (
     f"Nothing, where this is the first sync of a run, which sends the loaded weights again. Else: {OLD_FIX}"
 )
 PARTLY_FIX = (
-    "Compare the names that are sent with those that the server knows; its log names the matrices that did not change. "
-    "Where layers are frozen (a vision tower) or only adapters train, it is meant: --accept weights_partly_updated."
+    "Compare the names that are sent with those that the server knows. Where layers are frozen or only adapters train, "
+    "it is meant: --accept weights_partly_updated."
 )
 HALF_FIX = "Pause generation while weights are sent (mode retract), until every bucket of every rank has arrived."
 LABEL_FIX = "Send a weight_version of its own with every update: staleness and a comparison of servers go by it."
-OTHER_FIX = (
-    "Compare what is sent with what serves, tensor by tensor: names, dtype, the step that is exported, updates that "
-    "another job sends to the same servers."
-)
+OTHER_FIX = "Compare what is sent with what serves: names, dtype, the step, updates that another job sends."
 BEHIND_FIX = (
     "Send the present weights to {which} again and read what each update returned. Compare POST /weights_checker "
     '{{"action": "checksum"}} over all servers and workers, each asked directly; all should compute in one precision.'
@@ -115,29 +100,30 @@ def note(batch: Batch) -> list[str]:
 def find_settings(batch: Batch) -> Outcome:
     """The temperature applied, filters, shifts and precision."""
     told, found = _told(batch), list[Item]()
-    for fault, field, fix in (
-        ("truncation", "filters", TRUNCATION_FIXES["recorded"]),
-        ("penalty", "shifts", PENALTY_FIX),
+    filtered = [(sample, served.filters) for sample, served in told if not _tells_filters(sample)]
+    shifted = [
+        (sample, served.shifts)
+        for sample, served in told
+        if not sample.sampling.penalised and not sample.sampling.min_new_tokens
+    ]
+    for fault, pairs, fix in (
+        ("truncation", filtered, TRUNCATION_FIXES["recorded"]),
+        ("penalty", shifted, PENALTY_FIX),
     ):
-        chosen = [pair for pair in told if getattr(pair[1], field) and not _recorded(pair[0], field)]
-        if chosen:  # a default of the server or the model
-            values = ", ".join(dict.fromkeys(value for _, served in chosen for value in getattr(served, field)))
+        samples = [sample for sample, applied in pairs if applied]
+        if samples:  # a default of the server or the model
+            values = ", ".join(dict.fromkeys(value for _, applied in pairs for value in applied))
             evidence = (
-                f"{few(served.worker for _, served in chosen)} applied {values} to {len(chosen)} of {len(batch)} "
+                f"{few(sample.worker for sample in samples)} applied {values} to {len(samples)} of {len(batch)} "
                 f"samples whose records tell nothing of it."
             )
-            fix = f"{DEFAULTS_FIX if any(sample.asked for sample, _ in chosen) else RECORD_FIX} {fix}"
-            samples = [sample for sample, _ in chosen]
+            fix = f"{DEFAULTS_FIX if any(sample.asked for sample in samples) else RECORD_FIX} {fix}"
             found.append(batch.finding(fault, "rollout", evidence, fix, samples, confidence="certain"))
     return [*_temperature(batch, told), *found, *_differ(batch, told)], batch
 
 
-def _recorded(sample: Sample, field: str) -> bool:
-    """The record tells of filters, or of what shifts logits."""
-    asked = sample.sampling
-    if field == "shifts":
-        return asked.penalised or asked.min_new_tokens > 0
-    return asked.greedy or asked.filtered or sample.behaviour_log_probs is not None
+def _tells_filters(sample: Sample) -> bool:
+    return sample.sampling.greedy or sample.sampling.filtered or sample.behaviour_log_probs is not None
 
 
 def _temperature(batch: Batch, told: Told) -> list[Item]:
@@ -200,8 +186,7 @@ def find_stale_cache(batch: Batch) -> Outcome:
 
 
 def find_rounded_updates(batch: Batch) -> Outcome:
-    """The last update changed all matrices and few elements: bfloat16 rounded away the steps of the others. A note. By
-    the servers' word, else by both checkpoints."""
+    """The last update changed all matrices and few elements: bfloat16 rounded away the others' steps. A note."""
     found = [
         (sample, update.changed_elements)
         for sample, served in _told(batch)
@@ -209,23 +194,14 @@ def find_rounded_updates(batch: Batch) -> Outcome:
         if (update := served.update) is not None and update.changed_elements is not None
         if update.changed_matrices == update.matrices and update.changed_elements < FEW_ELEMENTS
     ]
-    if found:
-        samples, least = [sample for sample, _ in found], min(share for _, share in found)
-        evidence = (
-            f"The last update of {few(sample.worker for sample in samples)} changed {least:.2%} of the elements: "
-            f"bfloat16 rounded away the others' steps. Below {FEW_ELEMENTS:.0%} the change that serves has a cosine of "
-            f"about .12 or less with the one that was trained."
-        )
-    else:
-        wider = any(sample.served is not None and sample.served.dtype != "bfloat16" for sample in batch)
-        change = None if batch.now is None or batch.start is None else delivered(batch.now, batch.start)
-        if change is None or wider or change.changed >= FEW_ELEMENTS:
-            return [], batch
-        samples, least = batch.samples, change.changed
-        evidence = (
-            f"Between both checkpoints {least:.2%} of the matrices' elements change in bfloat16, which rounds the "
-            f"others away: what it delivers has a cosine of {change.cosine:.2f} with the change that was trained."
-        )
+    if not found:
+        return [], batch
+    samples, least = [sample for sample, _ in found], min(share for _, share in found)
+    evidence = (
+        f"The last update of {few(sample.worker for sample in samples)} changed {least:.2%} of the elements: "
+        f"bfloat16 rounded away the others' steps. Below {FEW_ELEMENTS:.0%} the change that serves has a cosine of "
+        f"about .12 or less with the one that was trained."
+    )
     about = {"statistics": {"changed_elements": least}, "severity": "note"}
     return [batch.finding("update_lost_in_precision", "rollout", evidence, ROUNDED_FIX, samples, **about)], batch
 

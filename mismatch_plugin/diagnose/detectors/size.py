@@ -51,9 +51,9 @@ ROUTING_FIX = (
     "tokens: preset token_icepop, or a veto. Of a dense model: look at these tokens."
 )
 QUANTISED_FIX = (
-    "If a side is quantised: export the weights quantised as the trainer's are (fp8 scales: xtuner #2044, k3 8.7e-3 to "
-    "3.7e-4), with scales of the same blocks, and give the KV cache the same dtype. If none is, look for another cause "
-    "of even noise: old weights, a matrix transposed or mapped to another, LoRA, dropout, the RoPE base."
+    "If a side is quantised: export the weights quantised as the trainer's are, with scales of the same blocks (fp8: "
+    "xtuner #2044, k3 8.7e-3 to 3.7e-4), and the KV cache in the same dtype. Else look for old weights, a matrix "
+    "transposed or mapped to another, LoRA, dropout, the RoPE base."
 )
 EVEN_CAUSES = (
     "Even noise comes from old weights, a matrix transposed or mapped to another (K and V, gate and up), LoRA left out "
@@ -61,9 +61,8 @@ EVEN_CAUSES = (
 )
 NEXT_FIX = (
     "Inspect again with --checkpoint NOW --reference-checkpoint START (present weights, and those that the run began "
-    "with): it shows weights that did not arrive, and filters and temperatures that no record tells. Score the same "
-    "ids by both engines with the same weights (learning rate 0); compare prompt ids, chat template, position ids and "
-    "the attention mask of packed sequences. If a side is quantised, say so: --engine fp8 (or its format)."
+    "with). Score the same ids by both engines with the same weights; compare prompt ids, chat template, position ids "
+    "and the attention mask of packed sequences. If a side is quantised, say so: --engine fp8 (or its format)."
 )
 
 

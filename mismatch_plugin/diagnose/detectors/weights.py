@@ -36,12 +36,12 @@ MIN_VERSIONS, GROWTH, CLEAR_GROWTH, GROWTH_Z_SCORE = 3, 1.25, 3.0, 5.0
 correlation of a sample's gap with its version. The mildest of five real updates gave 1.6 and 7."""
 
 RECORD_FIX = (
-    "Record which server and worker sampled each response (`server`, `dp_rank`): then the one that is behind is named. "
-    'Until then compare POST /weights_checker {"action": "checksum"} over all of them.'
+    "Record which server and worker sampled each response (`server`, `dp_rank`), or compare "
+    'POST /weights_checker {"action": "checksum"} over all of them.'
 )
 INSIDE_FIX = (
-    "Weights were updated while responses ran: pause with mode retract or wait for running requests, or correct token "
-    "by token and drop tokens of versions that are too old; accept it if it is meant."
+    "Weights were updated while responses ran: pause with mode retract, or correct token by token and drop tokens of "
+    "versions that are too old; accept it if it is meant."
 )
 BETWEEN_FIX = "Update all servers before sampling a batch, or accept it where an asynchronous trainer means it."
 LATE_FIX = "Update the servers before each rollout batch and tell them the version, or drop samples that are older."

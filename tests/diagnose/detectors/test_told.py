@@ -4,12 +4,10 @@ sound is not named."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from mismatch_plugin.data.arrays import Ints
 from mismatch_plugin.data.sample import Sample
@@ -17,7 +15,6 @@ from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.data.served import LastUpdate, Served, ServedKV, ServedWeights
 from mismatch_plugin.data.versions import WeightSpan
 from tests.diagnose.door import faults, findings, inspect, named, samples_of
-from tests.fixtures.families import build_family
 
 N = 8
 Span = tuple[str | None, int, int]
@@ -230,22 +227,6 @@ def test_an_update_of_which_most_rounds_away_is_noted(
         assert "a:1 changed 3.90% of the elements" in item["evidence"] and "cosine of about .12" in item["evidence"]
 
 
-@pytest.mark.parametrize(("step", "is_noted"), [(1e-6, True), (1e-4, False)])
-def test_two_checkpoints_show_what_bfloat16_delivers(tmp_path: Path, step: float, is_noted: bool) -> None:
-    model = build_family("qwen3", 0)
-    model.save_pretrained(tmp_path / "start")
-    draw = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        parameter.data.mul_(1 + 30 * step * torch.randn(parameter.shape, generator=draw).sign())
-    model.save_pretrained(tmp_path / "now")
-    given = ("--checkpoint", tmp_path / "now", "--reference-checkpoint", tmp_path / "start")
-    item = named(findings([record(last=None)], *given), "update_lost_in_precision")
-    assert (item is not None) == is_noted
-    if item:
-        assert "Between both checkpoints" in item["evidence"] and "cosine of 0." in item["evidence"]
-    assert named(findings([record(last=None, dtype="float32")], *given), "update_lost_in_precision") is None
-
-
 PROMPT, LENGTH, LAYERS, K, EXPERTS = 6, 20, 3, 2, 16
 ROWS = PROMPT + LENGTH - 1
 
@@ -298,38 +279,6 @@ def test_replays_that_are_sound_or_not_told_are_no_fault() -> None:
         [routed(3, only_prompt)],
     ):
         assert named(findings(samples), "replay_off") is None
-
-
-def test_the_routers_of_a_checkpoint_stand_in_for_a_trainers_routes(tmp_path: Path) -> None:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16}
-    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128}
-    experts: dict[str, Any] = {"num_hidden_layers": LAYERS, "num_experts": EXPERTS, "num_experts_per_tok": K}
-    model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts)).float().eval()
-    model.save_pretrained(tmp_path)
-    records = [routed(seed, None) for seed in range(4)]
-
-    def own(one: Sample) -> Ints:
-        ids = torch.tensor([[*one.prompt_ids.tolist(), *one.response_ids.tolist()]])[:, :-1]
-        with torch.no_grad():
-            layers = model(ids, output_router_logits=True).router_logits
-        return torch.stack([layer.topk(K).indices for layer in layers], dim=1).numpy().astype(np.int32)
-
-    def found(change: Callable[[Sample], Ints]) -> list[str]:
-        given = [one.with_fields(routed_experts=change(one)) for one in records]
-        items = findings(given, "--checkpoint", tmp_path)
-        return [item["confidence"] for item in items if item["fault"] == "replay_off"]
-
-    def with_strangers(one: Sample) -> Ints:  # a tenth of the choices are of an expert that no other names
-        chosen = own(one)
-        draw = np.random.default_rng(0).random(chosen.shape[:2]) < 0.2
-        chosen[..., 0] = np.where(draw, EXPERTS, chosen[..., 0])
-        return chosen
-
-    assert found(own) == [] and found(with_strangers) == []  # other kernels choose otherwise
-    assert found(lambda one: routes(50 + one.index)) == ["likely"]
 
 
 def cached(tokens: int | None, noise: float, seed: int) -> Sample:
