@@ -20,6 +20,7 @@ from mismatch_plugin.diagnose.detectors.distance import logit_gap, z_score
 from mismatch_plugin.diagnose.findings import Finding
 from mismatch_plugin.diagnose.normal import LOGIT_GAPS
 from mismatch_plugin.diagnose.scorers import Checkpoint
+from mismatch_plugin.sglang.delivered import Delivered, of_sums, sampled, sums
 
 MIN_SAMPLES, FAR_Z_SCORE = 8, 4.0
 NEAR_START, BEYOND_LABELS = 0.75, 0.35
@@ -31,6 +32,8 @@ second: where it is not, the training side's own noise explains what is seen."""
 MIX_BUDGET, MIX_FITS_BETTER, PART_Z_SCORE = 2000, 0.85, 2.0
 """Response tokens that each mix scores. Below which share of its best rival's distance a mix must fit: layers of real
 servers gave 0.76 at mean |Δ log p| 0.02 under bf16; servers that are one step of four behind gave 1.02."""
+SAMPLED_ELEMENTS = 1 << 16
+"""Of each matrix, to tell what bfloat16 leaves of its change."""
 OLD_FIX = (
     "The servers still compute with old weights. Read what each update returned, on every rank, and compare POST "
     '/weights_checker {"action": "checksum"} before and after one. Look for names that the server does not know (a '
@@ -151,6 +154,16 @@ def _pairs(now: Checkpoint, start: Checkpoint) -> dict[str, tuple[torch.Tensor, 
                 f"model."
             )
     return {name: (value, theirs[name]) for name, value in ours.items()}
+
+
+def delivered(now: Checkpoint, start: Checkpoint) -> Delivered | None:
+    """What bfloat16 leaves of the matrices' change from the start to now; None where nothing changed."""
+    change = torch.zeros(5, dtype=torch.float64)
+    for value, first in _pairs(now, start).values():
+        if value.dim() > 1:
+            before, after = sampled(first, SAMPLED_ELEMENTS), sampled(value, SAMPLED_ELEMENTS)
+            change += sums(before, after, torch.bfloat16, weight=value.numel() / len(after))
+    return of_sums(change)
 
 
 def _divided(now: Checkpoint, start: Checkpoint) -> tuple[Parts, Parts]:

@@ -23,7 +23,7 @@ FAULTS: dict[FaultName, Fault] = {
     "label_reused": Fault("weights changed under one and the same version", PLUGIN),
     "other_weights": Fault("a server serves other weights than the trainer sent", f"{PLUGIN}; `weight_fingerprint`"),
     "stale_cache": Fault("the cache was not flushed after an update", f"{PLUGIN}; samples with a cached prompt"),
-    "update_lost_in_precision": Fault("bfloat16 rounded most of an update away", PLUGIN),
+    "update_lost_in_precision": Fault("bfloat16 rounded most of an update away", f"{PLUGIN}; both checkpoints"),
     "server_differs": Fault("a server has other weights, precision or version", f"{PLUGIN}; rescoring with `--url`"),
     "token_ids": Fault("the trainer sees other response ids", "ids", True),
     "prompt_ids": Fault("the trainer sees another prompt", "ids", True),

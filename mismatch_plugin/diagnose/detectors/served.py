@@ -16,7 +16,7 @@ from mismatch_plugin.data.served import LastUpdate, Served, ServedWeights
 from mismatch_plugin.data.versions import INITIAL_VERSION, version_number
 from mismatch_plugin.diagnose.batch import Batch, Outcome
 from mismatch_plugin.diagnose.detectors.distribution import PENALTY_FIX, TEMPERATURE_FIXES, TRUNCATION_FIXES
-from mismatch_plugin.diagnose.detectors.layers import OLD_FIX
+from mismatch_plugin.diagnose.detectors.layers import OLD_FIX, delivered
 from mismatch_plugin.diagnose.findings import FaultName, Finding, Item, Place, called
 
 MOST_NAMES = 4
@@ -186,7 +186,8 @@ def find_stale_cache(batch: Batch) -> Outcome:
 
 
 def find_rounded_updates(batch: Batch) -> Outcome:
-    """The last update changed all matrices and few elements: bfloat16 rounded away the others' steps. A note."""
+    """The last update changed all matrices and few elements: bfloat16 rounded away the others' steps. A note. By the
+    servers' word, else by both checkpoints."""
     found = [
         (sample, update.changed_elements)
         for sample, served in _told(batch)
@@ -194,14 +195,23 @@ def find_rounded_updates(batch: Batch) -> Outcome:
         if (update := served.update) is not None and update.changed_elements is not None
         if update.changed_matrices == update.matrices and update.changed_elements < FEW_ELEMENTS
     ]
-    if not found:
-        return [], batch
-    samples, least = [sample for sample, _ in found], min(share for _, share in found)
-    evidence = (
-        f"The last update of {few(sample.worker for sample in samples)} changed {least:.2%} of the elements: "
-        f"bfloat16 rounded away the others' steps. Below {FEW_ELEMENTS:.0%} the change that serves has a cosine of "
-        f"about .12 or less with the one that was trained."
-    )
+    if found:
+        samples, least = [sample for sample, _ in found], min(share for _, share in found)
+        evidence = (
+            f"The last update of {few(sample.worker for sample in samples)} changed {least:.2%} of the elements: "
+            f"bfloat16 rounded away the others' steps. Below {FEW_ELEMENTS:.0%} the change that serves has a cosine of "
+            f"about .12 or less with the one that was trained."
+        )
+    else:
+        wider = any(sample.served is not None and sample.served.dtype != "bfloat16" for sample in batch)
+        change = None if batch.now is None or batch.start is None else delivered(batch.now, batch.start)
+        if change is None or wider or change.changed >= FEW_ELEMENTS:
+            return [], batch
+        samples, least = batch.samples, change.changed
+        evidence = (
+            f"Between both checkpoints {least:.2%} of the matrices' elements change in bfloat16, which rounds the "
+            f"others away: what it delivers has a cosine of {change.cosine:.2f} with the change that was trained."
+        )
     about = {"statistics": {"changed_elements": least}, "severity": "note"}
     return [batch.finding("update_lost_in_precision", "rollout", evidence, ROUNDED_FIX, samples, **about)], batch
 

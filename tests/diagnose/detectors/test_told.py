@@ -4,10 +4,12 @@ sound is not named."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mismatch_plugin.data.arrays import Ints
 from mismatch_plugin.data.sample import Sample
@@ -15,6 +17,7 @@ from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.data.served import LastUpdate, Served, ServedKV, ServedWeights
 from mismatch_plugin.data.versions import WeightSpan
 from tests.diagnose.door import faults, findings, inspect, named, samples_of
+from tests.fixtures.families import build_family
 
 N = 8
 Span = tuple[str | None, int, int]
@@ -225,6 +228,22 @@ def test_an_update_of_which_most_rounds_away_is_noted(
     assert (item is not None and item["severity"] == "note") == is_noted
     if share == 0.039 and item:
         assert "a:1 changed 3.90% of the elements" in item["evidence"] and "cosine of about .12" in item["evidence"]
+
+
+@pytest.mark.parametrize(("step", "is_noted"), [(1e-6, True), (1e-4, False)])
+def test_two_checkpoints_show_what_bfloat16_delivers(tmp_path: Path, step: float, is_noted: bool) -> None:
+    model = build_family("qwen3", 0)
+    model.save_pretrained(tmp_path / "start")
+    draw = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data.mul_(1 + 30 * step * torch.randn(parameter.shape, generator=draw).sign())
+    model.save_pretrained(tmp_path / "now")
+    given = ("--checkpoint", tmp_path / "now", "--reference-checkpoint", tmp_path / "start")
+    item = named(findings([record(last=None)], *given), "update_lost_in_precision")
+    assert (item is not None) == is_noted
+    if item:
+        assert "Between both checkpoints" in item["evidence"] and "cosine of 0." in item["evidence"]
+    assert named(findings([record(last=None, dtype="float32")], *given), "update_lost_in_precision") is None
 
 
 PROMPT, LENGTH, LAYERS, K, EXPERTS = 6, 20, 3, 2, 16
