@@ -59,6 +59,8 @@ _MANY = 10**9
 """Tokens of a run that did not record them: the gate decides by k3_kl alone."""
 MIN_STEPS = 20
 """Fewer steps have no trend."""
+FIRST_STEPS = 3
+"""At least so many show how a run began. With more, a jump early in a short run would be part of its beginning."""
 MIN_GROWTH = 1.5
 """Ours: less growth is not told."""
 
@@ -80,7 +82,8 @@ class Trend:
         return self.after > small and self.after > growth * self.before
 
     def __str__(self) -> str:
-        times = f", {figure(self.after / self.before, 2)} times as much" if self.before else ""
+        told = self.before > 1e-4 * self.after  # a beginning of 0 but for rounding has no multiple
+        times = f", {figure(self.after / self.before, 2)} times as much" if told else ""
         return (
             f"{SIZES[self.metric][0]} was {figure(self.before, 2)} nats per token in the first steps and is "
             f"{figure(self.after, 2)} in the last{times}; it grows from about step {self.began:g} on"
@@ -89,7 +92,8 @@ class Trend:
 
 def trends_of(numbers: Sequence[float], rows: Sequence[Row]) -> list[Trend]:
     """The growth of each metric of SIZES: MIN_GROWTH times, and nine tenths of the last steps are above nine tenths of
-    the first. First and last are a tenth of the steps, at least ten; of a step that is there twice the later counts."""
+    the first. First and last are a tenth of the steps, at least FIRST_STEPS and ten; of a step that is there twice the
+    later counts."""
     found = []
     for metric in SIZES:
         values_of = {number: abs(row.get(PREFIX + metric, math.nan)) for number, row in zip(numbers, rows, strict=True)}
@@ -97,8 +101,9 @@ def trends_of(numbers: Sequence[float], rows: Sequence[Row]) -> list[Trend]:
         if len(steps) < MIN_STEPS:
             continue
         values, size = np.array([values_of[step] for step in steps]), judged(len(steps))
-        before, after, low = np.median(values[:size]), np.median(values[-size:]), np.quantile(values[:size], 0.9)
-        if after >= MIN_GROWTH * before and np.quantile(values[-size:], 0.1) > low:
+        first, last = values[: max(FIRST_STEPS, len(steps) // 10)], values[-size:]
+        before, after, low = np.median(first), np.median(last), np.quantile(first, 0.9)
+        if after >= MIN_GROWTH * before and np.quantile(last, 0.1) > low:
             width = max(3, min(size // 10, 50))  # neighbours whose median tells, so that single steps do not
             medians = np.median(np.lib.stride_tricks.sliding_window_view(values, width), axis=1)
             began = int(np.flatnonzero(medians <= low)[-1]) + width // 2 + 1

@@ -21,7 +21,7 @@ from tests.trainers.slime.trainer import Trained
 from tests.trainers.whole import largest
 
 NORMALISER = {"aggregation": "seq-mean-token-mean", "denominator": "original"}
-LARGE_TERMS = 5e-5
+LARGE_TERMS = 1e-4
 """Agreement of algorithm 3's loss with sequence weights: A·log π·w is ten times as large as a PPO term. Weights that
 differ by 1e-7, relative, change it by 1e-5 after an Adam step or two."""
 _SIDES = ("", "_lower", "_high_side", "_low_side")
@@ -127,7 +127,7 @@ def check(
         if number % (len(steps) // len(rollouts)):
             del wanted[OLD]  # θ has moved
         tracked = {name: run.tracked[f"train/{name}"][number] for name in wanted if f"train/{name}" in run.tracked}
-        bounds = {OLD: 1e-4, "loss": bound if number else TOLERANCE, "grad_norm": reference.grad_norm}
+        bounds = {OLD: 2e-4, "loss": bound if number else TOLERANCE, "grad_norm": reference.grad_norm}
         for name, mine in wanted.items():
             theirs = logged[name] if name in bounds else tracked.get(name, mine)
             apart = difference(name, theirs, mine, reference.small)
