@@ -54,7 +54,7 @@ class Reference:
     """No mean weight is known before the step, under algorithm 2 neither."""
     grad_norm = 1e-4
     """Agreement of the gradient's norm, relative."""
-    small = 0.05
+    small = 0.1
     """Metrics below it agree to 5e-4 of it, others to 5e-4 of themselves."""
     untracked: frozenset[str] | None = UNTRACKED
     """Metrics that its tracker may lack; None: any."""
