@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import subprocess
-import sys
 from statistics import NormalDist
 
 import pytest
 
+import ci.trainers
 from ci.docs import BLOCKS, PAGES, ROOT, block_names, render
 from examples.wandb_workspace import PANELS
 from mismatch_plugin import MismatchConfig, __version__, add_arguments
@@ -50,11 +49,6 @@ def test_no_setting_flag_metric_or_preset_is_left_out():
     names += [flag for flag in flags if "_" not in flag]  # typed either way
     text = "\n".join(TEXTS.values())
     assert [name for name in names if f"`{name}`" not in text] == []
-
-
-def test_the_workspace_says_how_it_is_called():
-    done = subprocess.run([sys.executable, ROOT / "examples" / "wandb_workspace.py"], stderr=-1, text=True, check=False)
-    assert done.returncode == 1 and done.stderr.startswith("usage: ") and done.stderr.count("\n") == 1
 
 
 def test_what_to_watch_are_metrics():
@@ -101,3 +95,9 @@ def test_links_lead_somewhere_and_docs_hold_pages_and_pictures_only():
                 lost.append((page.name, file, anchor))
     assert count > 20 and lost == []
     assert {path.suffix for path in (ROOT / "docs").rglob("*") if path.is_file()} <= {".md", ".png"}
+
+
+def test_the_page_of_trainers_has_every_column_of_every_trainer():
+    assert {path.stem for path in ci.trainers.FOLDER.glob("*.json")} == set(ci.trainers.NAMES)
+    for record in ci.trainers.measured().values():
+        assert record["columns"].keys() == ci.trainers.COLUMNS.keys() and record["commits"] and record["shimmed"]

@@ -176,14 +176,6 @@ def test_flags_and_commands_in_the_text_exist() -> None:
     assert len(found) > 50 and [each for each in sorted(found) if each[1].rstrip("-") not in known] == []
 
 
-def test_cells_can_be_read() -> None:
-    """A table's cell is at most 120 characters (but for the axes of methods.md)."""
-    pages = [page for page in EVERY_PAGE if page.name != "methods.md"]
-    rows = [(page.name, line) for page in pages for line in page.read_text(encoding="utf-8").splitlines()]
-    cells = [(name, cell.strip()) for name, line in rows if line[:1] == "|" for cell in re.split(r"(?<!\\)\|", line)]
-    assert [(name, cell[:60]) for name, cell in cells if len(cell) > 120] == []
-
-
 def test_a_demo_writes_into_a_new_folder_and_its_dump_is_small(tmp_path: Path) -> None:
     for again in ("", "or look at it again: mismatch-plugin inspect"):
         done = CliRunner().invoke(app, ["demo", str(tmp_path)], env={"COLUMNS": "400", "TERM": "dumb"})

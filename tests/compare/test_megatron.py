@@ -6,7 +6,6 @@ import importlib.util
 import statistics
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import combinations
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +15,7 @@ from torch import Tensor
 import mismatch_plugin as mp
 from mismatch_plugin.compare.experiments import PAD, Settings, get_task, seed_for, variant_config
 from mismatch_plugin.compare.loop import ExpertFlips, Runs, exponential, generate, rollout_weights, warm_weights
-from mismatch_plugin.compare.model import OUTPUT, Weights
+from mismatch_plugin.compare.model import Weights
 from tests.compare.synthetic import small
 from tests.full import FULL
 
@@ -211,13 +210,3 @@ def test_both_train_alike(name: str, label: str, batched: dict[str, Followed]) -
         assert sound.float().mean() > 0.9 or "experts" in weight  # one that no token took moves by nothing else
         torch.testing.assert_close(end[weight][n][sound], value[sound], atol=1e-5, rtol=0)
         assert (value - before[weight]).abs().max() > 1e-3  # it has moved
-
-
-def test_every_configuration_has_an_effect(batched: dict[str, Followed]) -> None:
-    """Otherwise the comparison above would not see one that is ignored."""
-    for name in THREE:
-        final = {label: batched[name].end[OUTPUT][2 * i].tolist() for i, label in enumerate(CONFIGS)}
-        if name != "stale":  # nothing is old there
-            del final["rejected by age"]
-        for one, other in combinations(final, 2):
-            assert final[one] != final[other], (name, one, other)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +81,3 @@ def test_what_is_no_configuration_ends_in_a_sentence(name: str, tmp_path: Path) 
     path = write(tmp_path, text, "mismatch.json" if "JSON" in name else "mismatch.yaml")
     with pytest.raises(ValueError, match=reason):
         noted(mp.MismatchConfig.from_file, path)
-
-
-def test_what_is_no_text_file_is_named_and_not_read(tmp_path: Path) -> None:
-    """A pipe without a writer would block for ever."""
-    pipe, binary = tmp_path / "pipe.yaml", tmp_path / "mismatch.yaml"
-    os.mkfifo(pipe)
-    binary.write_bytes(b"\xff\xfe\x00")
-    for path, reason in ((pipe, "is a pipe, not a regular file"), (binary, "can't decode")):
-        with pytest.raises(ValueError, match=f"configuration file {path} cannot be read .*{reason}"):
-            read_mapping(path)

@@ -119,7 +119,6 @@ NO_WEIGHT = "changes no weight without --use-tis: leave --tis-mode out or change
 
 REFUSED = [
     # without effect, asked for
-    ("--tis-mode clip", f"--tis-mode clip {NO_WEIGHT}"),
     ("--tis-mode truncate", f"--tis-mode truncate {NO_WEIGHT}"),  # the default, but typed
     ("tis: {mode: clip}", "tis.mode clip changes no weight without use_tis: leave tis.mode out or change use_tis."),
     ("--use-tis --tis-lower-bound 0.1", "--tis-lower-bound 0.1 bounds no weight under --tis-mode truncate"),

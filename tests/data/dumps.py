@@ -59,7 +59,7 @@ def save(path: Path, content: Any) -> Path:
     if path.suffix == ".parquet":
         pa = pytest.importorskip("pyarrow", reason="Parquet needs the extra [io]")
         table = pa.Table.from_pylist(rows)
-        pytest.importorskip("pyarrow.parquet").write_table(table, path, write_page_checksum=True)
+        pytest.importorskip("pyarrow.parquet").write_table(table, path)
     elif path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:

@@ -92,13 +92,6 @@ def test_metrics_are_those_that_training_reports_and_breakdowns_add_up_to_them(s
             assert total == pytest.approx(metrics[f"rollout_corr/{name}"], rel=1e-9, abs=1e-12)
 
 
-def test_the_distribution_has_a_few_far_tokens() -> None:
-    gaps = np.r_[np.linspace(-0.01, 0.01, 2001), 5.0, -7.0]
-    size = inspect(samples_of([[-8.0] * len(gaps)], [(gaps - 8.0).tolist()]))["size"]
-    assert size["quantiles"]["p50"] == pytest.approx(0.0, abs=1e-9) and size["quantiles"]["p99.9"] < 0.02
-    assert {*size["breakdowns"]} == {"position", "length", "probability"}  # what nothing tells has none
-
-
 def test_only_trained_tokens_with_two_sound_numbers_count() -> None:
     masks = [[1, 0, 1, 1], [1], [1, 1]]
     rollout, train = [[-1.0, NAN, -3.0, -4.0], [NAN], [-9999.0, -0.5]], [[-1.1, -2.0, NAN, -4.1], [-1.0], [-1.0, -0.4]]

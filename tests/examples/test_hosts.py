@@ -28,9 +28,6 @@ from tests.hooks.contracts.launch_trees import ROOT, megatron_tree, ray_tree, ru
 from tests.host_source import host_source
 
 EXAMPLES = ROOT / "examples"
-HOST_EXAMPLES = sorted(
-    path for path in EXAMPLES.rglob("*") if path.suffix in (".sh", ".diff", ".yaml") and path.is_file()
-)
 TOKEN_IS = ("algorithm 2: decoupled PPO", "weights: token level, truncate, at most 2", "rejection: none")
 SLIME = EXAMPLES / "slime"
 
@@ -66,16 +63,6 @@ def plan_of(script: Path, *arguments: str) -> Plan:
 def importing(path: Path, package: str) -> Path:
     (folder(path) / "main.py").write_text(f"import {package}\n")
     return path / "main.py"
-
-
-def test_every_example_is_in_the_table_and_tested() -> None:
-    """A new file must be named in the README, and by a test of this file."""
-    page, tests = (EXAMPLES / "README.md").read_text(), Path(__file__).read_text()
-    for path in HOST_EXAMPLES:
-        name = path.relative_to(EXAMPLES).as_posix()
-        if path.parent.name not in ("benchmarks", "compare", "megatron_core"):
-            assert f"`{name}`" in page, f"examples/README.md does not name {name}"
-            assert path.name in tests, f"no test parses {name}"
 
 
 @pytest.mark.parametrize(
@@ -247,15 +234,6 @@ def test_compare_four_on_a_cluster(tmp_path: Path) -> None:
     (output / "cluster" / "3" / "seed0" / "done.json").unlink()
     page = collect(output).read_text(encoding="utf-8")  # again, after more has been written
     assert "This is a partial report" in page and "seed 0: unfinished, 3 steps" in page
-
-
-def test_explaining_four_runs_leaves_no_trace(tmp_path: Path) -> None:
-    """Also behind a finished run: nothing says afterwards that one has run."""
-    finished = folder(tmp_path / "output" / "cluster" / "1" / "seed0") / "done.json"
-    finished.write_text("{}")
-    jobs = jobs_of(tmp_path, {"OUTPUT": str(tmp_path / "output")}, "train.py", "--mismatch-explain-only")
-    assert [Path(job[job.index("--mismatch-report-dir") + 1]).parent.name for job in jobs] == [*"0123"]
-    assert [path for path in (tmp_path / "output").rglob("*") if path.is_file()] == [finished]
 
 
 def test_a_report_of_what_is_not_what_it_seems_is_refused(tmp_path: Path) -> None:
