@@ -17,7 +17,6 @@ from examples.sglang_server import CpuServer, start_cpu_server
 from mismatch_plugin.bisect.engines import Engine, Trainer, from_checkpoint, from_megatron
 from mismatch_plugin.bisect.verdict import bisect
 from mismatch_plugin.cli import app
-from mismatch_plugin.data.read import InputError
 from tests.bisect.plants import FAMILIES, FAULTS, IDS, MEGATRON_FAULTS, VOCAB, Family, tiny
 
 CHUNK = 64
@@ -125,8 +124,3 @@ def test_certificates(folders: dict[Family, Path], servers: dict[str, CpuServer]
     assert code == 1 and "differs first at lm_head output; its logits at sequence 1, token 7" in said, said
     code, said = run("certify", "--url", servers["qwen3"].url, "--check", file)
     assert code == 2 and "the certificate is of weights" in said
-
-
-def test_a_server_without_the_plugin_is_refused(bare: CpuServer) -> None:
-    with pytest.raises(InputError, match="runs without this plugin"):
-        Engine(bare.url).facts()
