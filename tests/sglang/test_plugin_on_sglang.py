@@ -216,22 +216,6 @@ def test_planted_faults_of_weights_are_found_at_the_first_batch_and_named_first(
         assert served(records[-1]).server in first.evidence
 
 
-def test_a_version_that_is_named_after_the_update_is_no_fault_until_it_moves_again(one: CpuServer) -> None:
-    def name(version: str) -> None:
-        tiny.order(one, "update_weight_version", {"new_version": version, "abort_all_requests": False})
-
-    send(one, tiny.weights(15), "late-0")
-    tiny.sample(one, count=1)
-    send(one, tiny.weights(16), "late-0")
-    tiny.sample(one, count=1)  # a batch of somebody else's in between: a health check, say
-    name("late-1")
-    records = tiny.sample(one)
-    assert {span.since for record in records for span in served(record).weights} == {"late-1"}
-    assert findings(records) == []
-    name("late-2")
-    assert tiny.faults(tiny.sample(one)) == ["weights_not_updated"]
-
-
 @pytest.mark.parametrize("name", ["one", "tp2"])
 def test_updates_without_a_flush_show_at_the_first_hit(name: str, request: pytest.FixtureRequest) -> None:
     """Seventeen, with prompts that share a prefix."""

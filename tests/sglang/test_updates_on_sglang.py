@@ -15,19 +15,7 @@ from mismatch_plugin.sglang.client import GenerateError, SGLangClient, WeightUpd
 from mismatch_plugin.sglang.fingerprints import SentWeights
 from tests.sglang import tiny
 from tests.sglang.conftest import start_tiny
-from tests.sglang.tiny import (
-    EXACT,
-    PROMPTS,
-    SHORT,
-    distance,
-    findings,
-    info,
-    print_of,
-    run,
-    send,
-    served,
-    weights,
-)
+from tests.sglang.tiny import EXACT, PROMPTS, SHORT, distance, findings, info, print_of, run, send, served, weights
 
 
 def free_port() -> int:

@@ -16,17 +16,7 @@ import torch
 import yaml
 
 from tests.trainers import whole
-from tests.trainers.whole import (
-    CPU_SHIM,
-    ENVIRONMENT,
-    ROOT,
-    RUNS,
-    Host,
-    Sources,
-    made_once,
-    needed,
-    ray_resources,
-)  # fmt: skip
+from tests.trainers.whole import CPU_SHIM, ENVIRONMENT, ROOT, RUNS, Host, Sources, made_once, needed, ray_resources
 
 HERE = Path(__file__).parent
 # What slime's scripts/models/*.sh say of a model, here of the tiny Qwen3 that inputs/make.py makes.
