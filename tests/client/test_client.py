@@ -7,7 +7,6 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ import mismatch_plugin as mp
 from mismatch_plugin.data.arrays import is_null, with_nulls
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.sglang import http
 from mismatch_plugin.sglang.client import GenerateError, SGLangClient
 from tests.fixtures.faulty_server import FaultyServer, Reply, Request, Respond, call, honest, response_ids
 from tests.full import FULL
@@ -186,20 +184,6 @@ def test_another_policy_keeps_log_probs_that_are_none() -> None:
     with FaultyServer(damaging(log_prob(None), 0)) as server:
         (sample,) = generate(server, 1, rollout_log_prob_policy="neutral")
         assert is_null(sample.rollout_log_probs).tolist() == [False, True, False]
-
-
-def test_waits_grow_and_scatter(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits = []
-
-    async def sleep(seconds: float) -> None:
-        waits.append(seconds)
-
-    monkeypatch.setattr(http, "asyncio", SimpleNamespace(sleep=sleep, TimeoutError=asyncio.TimeoutError))
-    with FaultyServer(lambda _: Reply(status=503)) as server:
-        failing(server, 1, retries=6)
-    for wait, longest in zip(waits[-6:], (0.01, 0.02, 0.04, 0.05, 0.05, 0.05), strict=True):
-        assert longest / 2 <= wait <= longest
-    assert len({*waits[-3:]}) == 3
 
 
 # What is asked and what is refused ------------------------------------------------------------------------------------

@@ -208,14 +208,6 @@ def test_server_info_holds_what_the_last_update_left() -> None:
     assert (info.version, info.tp_size, info.dtype, info.weight_version) == ("0.5.23", 2, "float32", "default")
 
 
-def test_server_info_asks_again_and_refuses_what_is_none() -> None:
-    answers = [Reply(status=503), Reply([1])]
-    with FaultyServer(lambda request: answers.pop(0)) as server:
-        with pytest.raises(RequestError, match="/server_info did not answer with a JSON object"):
-            call(server, lambda client: client.server_info())
-        assert server.paths() == ["/server_info", "/server_info"]
-
-
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

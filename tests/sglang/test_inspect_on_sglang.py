@@ -1,4 +1,4 @@
-"""`mismatch-plugin inspect` on real servers: by statistics, without what the plugin tells, and by rescoring."""
+"""`mismatch-plugin inspect` on real servers: by statistics, without what the plugin tells."""
 
 from __future__ import annotations
 
@@ -119,20 +119,3 @@ def test_stale_caches_show_without_the_plugin(bare: CpuServer, tmp_path: Path, s
                 found = inspect(tmp_path / "records.jsonl")
                 assert faults(found)[0] == ("stale_cache", "possible"), found["findings"]
                 assert f"{replies // 2} samples with most of the prompt cached" in found["findings"][0]["evidence"]
-
-
-# Servers that rescore ------------------------------------------------------------------------------------------------
-
-
-def test_a_server_that_has_other_weights_than_the_checkpoint_is_named(
-    bare: CpuServer, one: CpuServer, tmp_path: Path
-) -> None:
-    now = moved(STEPS, SIZES["strong"])
-    send(bare, now, NOW)
-    write_samples(tmp_path / "records.jsonl", run(bare, lambda client: client.generate(APART[:16], MEDIUM)))
-    send(one, moved(0, 0.0), NOW)
-    urls = ("--url", bare.url, "--url", one.url)
-    found = inspect(tmp_path / "records.jsonl", *urls, "--checkpoint", saved(tmp_path / "now", now))
-    assert found["samples"] == 16 and found["findings"][0]["fault"] == "server_differs", found["findings"]
-    evidence = found["findings"][0]["evidence"]
-    assert one.url in evidence and bare.url not in evidence

@@ -15,19 +15,7 @@ from mismatch_plugin.sglang.client import GenerateError, SGLangClient, WeightUpd
 from mismatch_plugin.sglang.fingerprints import SentWeights
 from tests.sglang import tiny
 from tests.sglang.conftest import start_tiny
-from tests.sglang.tiny import (
-    EXACT,
-    PROMPTS,
-    SHORT,
-    distance,
-    findings,
-    info,
-    print_of,
-    run,
-    send,
-    served,
-    weights,
-)
+from tests.sglang.tiny import EXACT, PROMPTS, SHORT, distance, findings, info, print_of, run, send, served, weights
 
 
 def free_port() -> int:
@@ -90,31 +78,6 @@ def test_names_that_the_server_skips_are_errors(one: CpuServer, old: str, new: s
         with pytest.raises(WeightUpdateError, match=r"belong to no tensor of the server|are not what was sent"):
             await client.update_weights_from_tensors(wrong, "wrong")
         assert client.fingerprint is None
-
-    run(one, job)
-
-
-def test_after_an_update_a_shared_prefix_is_computed_again(one: CpuServer) -> None:
-    """What the flush is for: keys and values of the old weights under the name of the new ones."""
-
-    async def job(client: SGLangClient) -> list[Sample]:
-        await client.update_weights_from_tensors(weights(10), "before")
-        await client.generate(PROMPTS[:1], SHORT)
-        await client.update_weights_from_tensors(weights(11), "after")
-        return await client.generate(PROMPTS, SHORT)
-
-    records = run(one, job)
-    assert {span.version for record in records for span in record.weight_versions} == {"after"}
-    assert distance(records, weights(11)) < EXACT
-
-
-def test_a_client_notices_an_update_of_somebody_else(one: CpuServer) -> None:
-    async def job(client: SGLangClient) -> None:
-        await client.update_weights_from_tensors(weights(3), "mine")
-        assert len(await client.generate(PROMPTS, SHORT)) == 8
-        await asyncio.to_thread(send, one, weights(4), "mine")  # under the same name
-        with pytest.raises(GenerateError, match=r"somebody else updated it since \(\d+ updates, this client's was"):
-            await client.generate(PROMPTS[:1], SHORT)
 
     run(one, job)
 

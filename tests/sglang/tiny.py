@@ -34,11 +34,11 @@ SHORT = SamplingParameters(max_new_tokens=8, ignore_eos=True)
 LONG = SamplingParameters(max_new_tokens=300, ignore_eos=True)
 
 
-def weights(seed: int, scale: float = 0.1) -> State:
-    """Of the model with this seed, each tensor (norms too) moved by noise of `scale`."""
+def weights(seed: int) -> State:
+    """Of the model with this seed, each tensor (norms too) moved by noise."""
     draw = torch.Generator().manual_seed(seed)
     state = tiny_model("llama", seed).state_dict()
-    return {name: tensor + scale * torch.randn(tensor.shape, generator=draw) for name, tensor in state.items()}
+    return {name: tensor + 0.1 * torch.randn(tensor.shape, generator=draw) for name, tensor in state.items()}
 
 
 def print_of(state: State) -> str:
@@ -69,8 +69,8 @@ def run(server: CpuServer, job: Any, **options: Any) -> Any:
     return asyncio.run(call())
 
 
-def sample(server: CpuServer, sampling: SamplingParameters = SHORT, count: int = 8) -> list[Sample]:
-    return run(server, lambda client: client.generate(PROMPTS[:count], sampling))
+def sample(server: CpuServer, count: int = 8) -> list[Sample]:
+    return run(server, lambda client: client.generate(PROMPTS[:count], SHORT))
 
 
 def send(server: CpuServer, state: State, version: str, verify: bool = True) -> None:

@@ -24,9 +24,7 @@ SWITCH, REQUIRE = "MISMATCH_PLUGIN_SGLANG", "MISMATCH_REQUIRE_CHANGE"
     [
         (SWITCH, "of", "MISMATCH_PLUGIN_SGLANG='of' is unknown: say on or off"),
         (REQUIRE, "all", "MISMATCH_REQUIRE_CHANGE='all' must be a number of tensors"),
-        (REQUIRE, "-1", "MISMATCH_REQUIRE_CHANGE='-1' must be a number of tensors"),
         (SWITCH, "OFF", ""),
-        (SWITCH, "0", ""),
     ],
 )
 def test_settings_end_the_server_or_turn_the_plugin_off(
@@ -50,7 +48,6 @@ def test_settings_end_the_server_or_turn_the_plugin_off(
         (("json.nothing",), ("obj",), False, "it has no json.nothing"),
         (("json.nothing",), ("obj",), True, ""),
         (("json.dumps",), ("self",), False, "json.dumps takes (obj"),
-        (("json.dumps",), ("self",), True, "json.dumps takes (obj"),
     ],
 )
 def test_functions_of_sglang_that_are_missing_or_other(paths: Any, parameters: Any, optional: bool, reason: str):

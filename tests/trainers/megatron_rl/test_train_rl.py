@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -139,10 +138,3 @@ def test_a_log_prob_that_the_engine_did_not_return_is_named(host: Host, start: S
     run = start("missing", Job(["--use-tis", PACKING], rollouts=broken)).result()
     assert run.finished.status not in (0, OUT_OF_TIME)
     assert run.said("missing or NaN") and 1 not in run.tracked.get("lm loss", {})
-
-
-def test_the_checkout_is_left_as_it_was(host: Host, trained: Runs) -> None:
-    trained("sequence")
-    patched = host.sources.inputs / "patched"
-    told = subprocess.run(["git", "status", "--short"], cwd=patched, capture_output=True, text=True, check=True)
-    assert told.stdout.split() == ["M", "train_rl.py"]

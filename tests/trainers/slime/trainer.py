@@ -12,22 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pytest
 import torch
 import yaml
 
 from tests.trainers import whole
-from tests.trainers.whole import (
-    CPU_SHIM,
-    ENVIRONMENT,
-    ROOT,
-    RUNS,
-    Host,
-    Sources,
-    made_once,
-    needed,
-    ray_resources,
-)  # fmt: skip
+from tests.trainers.whole import CPU_SHIM, ENVIRONMENT, ROOT, RUNS, Host, Sources, made_once, needed, ray_resources
 
 HERE = Path(__file__).parent
 # What slime's scripts/models/*.sh say of a model, here of the tiny Qwen3 that inputs/make.py makes.
@@ -183,16 +172,6 @@ class Job(whole.Job):
         return ["--rollout-num-gpus", "1", "--sglang-dtype", self.dtype, *server]
 
 
-def check_patched(megatron: Path, slime: Path) -> None:
-    """End the session in one line where Megatron-LM lacks slime's patch."""
-    patch = slime / "docker/patch/latest/megatron.patch"
-    # git apply passes over the files of a folder inside another repository
-    env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(megatron.parent)}
-    reverse = ["git", "apply", "--reverse", "--check", str(patch)]
-    if subprocess.run(reverse, cwd=megatron, env=env, capture_output=True, check=False).returncode:
-        pytest.exit(f"not run: {megatron} lacks slime's patch; git -C {megatron} apply {patch}", returncode=4)
-
-
 def run_script(sources: Sources, job: Job, words: Sequence[str]) -> None:
     """Something of the trainer that starts no Ray, in the environment of its runs."""
     env = job.environment(sources, Path("/tmp"), Path("/tmp"))
@@ -207,7 +186,6 @@ def make_inputs(sources: Sources) -> None:
 def make_host() -> Host:
     """SLIME_SRC, MEGATRON_SRC: checkouts."""
     slime, megatron, python = needed("SLIME_SRC", "MEGATRON_SRC", "MISMATCH_HOST_PYTHON")
-    check_patched(megatron, slime)
     found = Sources(python, slime, RUNS / "slime/inputs", megatron)
     made_once(found.inputs, [slime], lambda: make_inputs(found))
     return Host("slime", found)

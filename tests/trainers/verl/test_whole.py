@@ -32,7 +32,7 @@ MORE = {
 FLAGS = {**{name: flags for name, (flags, _) in ALGORITHMS.items()}, **MORE}
 AGENT = "actor_rollout_ref.rollout.agent"
 LOST = f"{AGENT}.default_agent_loop=missing {AGENT}.agent_loop_config_path={{run}}/loops.yaml"
-LOSES = [name for name in ALGORITHMS if name in ("algorithm_2", "algorithm_3")]
+LOSES = ("algorithm_2", "algorithm_3")
 JOBS = {
     **{name: Job(flags.split(), dtype=dtype) for name, (flags, dtype) in ALGORITHMS.items()},
     **{name: Job(flags.split(), steps=2, dtype="bfloat16") for name, flags in MORE.items()},
