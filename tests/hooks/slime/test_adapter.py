@@ -22,7 +22,7 @@ from torch import Tensor
 
 import mismatch_plugin as mp
 from mismatch_plugin.hooks import slime
-from mismatch_plugin.hooks.slime.batch import owned_ranges, pack_local
+from mismatch_plugin.hooks.slime.batch import pack_local
 from mismatch_plugin.parallel.groups import ParallelGroups
 from tests.distributed.launch import launch
 from tests.hooks.contracts.slime_data import (
@@ -38,7 +38,6 @@ from tests.hooks.contracts.slime_data import (
     hooked,
     initialize,
     ours,
-    owned,
     samples,
     schedule,
     stepped,
@@ -74,8 +73,6 @@ CASES = {
     "0 whole, gspo": Case({**WHOLE, **ours(0, rs=REJECTS), **NARROW, "advantage_estimator": "gspo"}),
     "1 whole, terms": Case({**WHOLE, **ours(1, rs=REJECTS), **TERMS}),
     "2 hook, sequence": Case({**HOOK, **ours(2, NORMALISED, rs=REJECTS)}),
-    "2 hook, turn": Case({**HOOK, **ours(2, weights("turn", "mask"))}),
-    "2 hook, prefix": Case({**HOOK, **ours(2, weights("prefix", "clip"))}),
     "2 hook, no old log-probs": Case({**HOOK, **ours(2, NORMALISED)}, old=False),
     "2 whole, geometric": Case({**WHOLE, **ours(2, weights("geometric", "mask"), terms=KL_WEIGHED), **TERMS}),
     "2 whole, distance": Case({**WHOLE, **ours(2, NORMALISED, terms={"rollout_kl_coef": 0.1})}),
@@ -199,17 +196,6 @@ def test_loss_gradient_and_metrics_equal_one_process(layout: str, name: str) -> 
             assert len(shared) > 30
             for key in shared:
                 assert rank[step]["metrics"][key] == pytest.approx(metrics[key], rel=1e-4, abs=1e-5), key
-
-
-@pytest.mark.parametrize("cp", [1, 2, 3, 4])
-@pytest.mark.parametrize("padded", [None, 40])
-def test_ranges_are_those_of_the_tokens_predicted_here(cp: int, padded: int | None) -> None:
-    for total in range(2, 26):
-        for response in range(1, total):
-            for rank in range(cp):
-                ranges = owned_ranges(total, response, cp, rank, padded)
-                mine = [position for start, stop in ranges for position in range(start, stop)]
-                assert mine == owned(total, total - response, cp, rank, padded)
 
 
 def test_packing_refuses_what_does_not_cover_this_rank_s_tokens() -> None:
