@@ -12,7 +12,6 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.data.sample import Sample
-from mismatch_plugin.data.versions import spans_of
 from mismatch_plugin.hooks.megatron_core import MegatronLoss, make_batch
 from mismatch_plugin.hooks.megatron_core.model import logits_with_labels
 from mismatch_plugin.parallel.groups import ParallelGroups
@@ -40,7 +39,6 @@ def hook_of(line: str, **model: Any) -> MegatronLoss:
         ("", {**MEAN, "mtp_num_layers": 1}, "switch calculate_per_token_loss on, or MTP off"),
         (f"{NORMALIZED} {BYPASS} --mismatch-entropy-coef 0.1", {}, "there is also: an entropy term"),
         (f"{NORMALIZED} {BYPASS}", MOE, "there is also: MoE aux loss"),
-        (f"{NORMALIZED} {BYPASS}", {"mtp_num_layers": 1}, "there is also: MTP"),
         (f"{BYPASS} {REJECTS}", MEAN, "algorithm 1 knows .*calculate_per_token_loss is off"),
         (f"{BYPASS} --use-tis {REJECTS} --mismatch-kl-coef 0.1", {}, "a KL term"),
         (f"{CURRENT} --mismatch-kl-coef 0.1", {}, r"--rs-policy current knows .*\(a KL term"),
@@ -157,11 +155,8 @@ def test_masks_of_other_tokens_are_refused_by_sample_and_position(change: dict[s
 
 def test_samples_keep_the_log_probs_that_fit_and_say_what_is_biased() -> None:
     """Those over the kept ids where there are any. Tokens under the loss mask need no mask of their own."""
-    drawn = MASKED.replace(sampling={"top_p": 0.9}, weight_versions=spans_of(["v3", "v4"]))
-    packed = make_batch([drawn], version_numbers={"v3": 3, "v4": 4}, trainer_version=4).packed
+    packed = make_batch([MASKED.replace(sampling={"top_p": 0.9})]).packed
     assert packed.rollout_log_probs is not None and packed.rollout_log_probs.tolist() == [-0.5, 0.0]
-    assert packed.weight_versions is not None and packed.weight_versions.tolist() == [3, 4]
-    assert packed.trainer_version == 4
     with pytest.warns(mp.MismatchWarning, match="top_p 0.9 without a sampling mask"):
         packed = make_batch([SAMPLE.replace(sampling={"top_p": 0.9})]).packed
     assert packed.rollout_log_probs is not None and packed.rollout_log_probs.tolist() == VALUES

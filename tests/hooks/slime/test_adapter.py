@@ -27,7 +27,6 @@ from mismatch_plugin.parallel.groups import ParallelGroups
 from tests.distributed.launch import launch
 from tests.hooks.contracts.slime_data import (
     NARROW,
-    REDUCER,
     STEPS,
     TERMS,
     Model,
@@ -265,16 +264,6 @@ def test_the_unbiased_kl_has_the_gradient_of_both_factors(kind: str, bypass: boo
     (gradient,), (wanted,) = torch.autograd.grad(loss, mine), torch.autograd.grad(0.3 * total, theirs)
     torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-6)
     assert float(report["kl_loss"]) == pytest.approx(float(total), rel=1e-5)
-
-
-def test_a_reducer_of_the_user_s_own_divides_the_policy_loss_alone() -> None:
-    """Over the original masks: what is rejected is 0 in the sum."""
-    masked = ours(2, weights("token", "mask"), rs=REJECTS)
-    log_probs, sample = samples()[0].log_probs, samples()[0]
-    _, plain = whole_loss(arguments(**WHOLE, **masked), log_probs)
-    _, reduced = whole_loss(arguments(**WHOLE, **masked, **REDUCER), log_probs)
-    assert float(reduced["pg_loss"]) == pytest.approx(float(plain["pg_loss"] / sample.rows["loss_masks"].sum()))
-    assert plain["tis_rejected"] == reduced["tis_rejected"] > 0
 
 
 STEP_SCOPE = weights("sequence", "clip", batch_normalize=True, batch_normalize_scope="step")

@@ -101,7 +101,6 @@ READ: list[tuple[Changes, str, tuple[Any, ...]]] = [
     (HOOK | MIS, "tis.level tis.batch_normalize rs.veto_threshold", ("sequence", True, 1e-4)),
     (HOOK | {**TWICE, "mismatch_preset": "pg_is", "tis_mode": "clip"}, "algorithm tis.mode", (3, "clip")),
     (WHOLE | TWICE | {"tis_level": "none", "use_rs": True, "rs_upper_bound": 2.0}, "algorithm tis.level", (3, "none")),
-    (HOOK | {"use_tis": True, "tis_level": "turn", "mismatch_preset": "token_is"}, "tis.batch_normalize", (False,)),
 ]  # fmt: skip
 
 
@@ -131,13 +130,6 @@ def test_criteria_of_the_host_s_switches_and_files() -> None:
         assert bounds(**HOOK, **keys) == [("token_ratio", 0.5, upper or 2.0)], "as slime reads it: the bound of TIS"
 
 
-def test_arguments_are_read_once_and_others_anew() -> None:
-    args, adapter = arguments(**HOOK, **ours(2)), type(slime.ADAPTER)()
-    assert adapter.config(args) is adapter.config(args)
-    other = arguments(**HOOK, **ours(2), eps_clip_high=0.28)
-    assert adapter.config(other).ppo.eps_clip_high == 0.28 != adapter.config(args).ppo.eps_clip_high
-
-
 # The start-up block ---------------------------------------------------------------------------------------------------
 
 
@@ -145,7 +137,6 @@ SEQUENCE = {"level": "sequence", "batch_normalize": True}
 BLOCK: list[tuple[Changes, str]] = [
     (WHOLE | ours(3, SEQUENCE), "through: mismatch_plugin.hooks.slime.policy_loss\n"),
     (WHOLE | ours(3, SEQUENCE) | STEP, "batch normalisation over: the optimizer step\n"),
-    (WHOLE | ours(3), "second forward pass: no\n"),
     (WHOLE | ours(3) | {"get_mismatch_metrics": True}, "second forward pass: yes, for --get-mismatch-metrics alone"),
     (HOOK | ours(2), "second forward pass: yes (slime skips it when a rollout is one step)"),
     (HOOK | ours(2) | {"skip_actor_forward_only": True}, "second forward pass: no (--skip-actor-forward-only)"),
