@@ -94,7 +94,7 @@ compare-sglang: sglang $(VENV)/.test  ## algorithm 0 and token weights through m
 
 test-verl:  ## run the tests against verl itself, in an environment of its own (1.7 GB, made on first use)
 	ci/verl_cpu.sh $(VERL_VENV)
-	$(VERL_VENV)/bin/python -m pytest --import-mode=prepend tests/hooks/verl_live tests/hooks/verl/test_launch_live.py
+	$(VERL_VENV)/bin/python -m pytest --import-mode=prepend tests/hooks/verl_live
 
 test-verl-whole:  ## verl's own main_ppo as a whole on CPU (3.3 GB, made on first use)
 	ci/verl_whole_cpu.sh "$(VERL_WHOLE_VENV)"

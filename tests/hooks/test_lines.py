@@ -100,7 +100,6 @@ VERL = {
         "= 0 | RC.bypass_mode=false RC.loss_type=ppo_clip | ROLLOUT.calculate_log_probs=true | ~sampling filter"
     ),
     "RC.rollout_is=null ACTOR.clip_ratio_low=null --use-tis": "= 2 token truncate 0.5 2 ppo | clip 0.2 0.2",
-    "--use-rollout-log-probs --use-tis --tis-level sequence": "= 3 sequence truncate | RC.loss_type=reinforce",
     f"{REINFORCE} --use-rollout-log-probs --use-tis": "= 3 token | ~RC.bypass_mode | ~RC.loss_type",
     "RC.bypass_mode=true --use-tis": (
         "RC.bypass_mode=true contradicts algorithm 2 of the plugin's flags, which makes it"
@@ -115,26 +114,19 @@ VERL = {
     "RC.rollout_rs=token_k1 RC.rollout_rs_threshold='0.5_2' +RC.mismatch.rs.criteria=[sequence_max:k2:0.5]": (
         "rejection: token_ratio in [0.5, 2], sequence_max_k2 in [0, 0.5]"
     ),
-    "RC.bypass_mode=true +RC.mismatch.ppo.eps_clip_high=0.28 ACTOR.clip_ratio_high=0.3": (
-        "ppo.eps_clip_high 0.28 contradicts | clip_ratio_c, which makes it 0.3"
-    ),
     f"{REINFORCE} MODE=mismatch": "= 3 none truncate | ~eps_clip | made in the workers' loss, micro-",
     "RC.rollout_is=token RC.rollout_is_threshold='0.5_5.0' MODE=mismatch": "= 2 token mask 0.5 5",
     "RC.rollout_is=token MODE=mismatch": "algorithm 2: decoupled PPO | made by verl's own function | ~invalid rollout",
     "RC.rollout_is=token RC.rollout_rs=token_k2 RC.rollout_rs_threshold=1 +RC.mismatch.denominator=original": (
         "rejected tokens still count | weights and rejection are made on the driver, over the rollout batch"
     ),
-    "RC.rollout_is=token +RC.mismatch.tis.level=sequence": "RC.rollout_is, which makes it token",
     "+RC.mismatch.use_rollout_log_probs=true": "contradicts verl's RC.bypass_mode",
     "RC.bypass_mode=true +RC.mismatch.use_tis=true": "(in bypass mode loss_type), which makes it False",
-    "+RC.mismatch.tis.moed=clip": "did you mean tis.mode",
     "+RC.mismatch.preset=pg_is": "RC.bypass_mode=true and RC.loss_type=reinforce",
-    "RC.bypass_mode=true +RC.mismatch.preset=pg_is": "is algorithm 3",
     "RC.rollout_is=token +RC.mismatch.preset=token_is": "is next to mismatch.preset token_is",
     f"{REINFORCE} +RC.mismatch={{denominator:accepted,rs:{{veto_threshold:1e-4}}}}": "Choose auto or original",
     # What batch normalisation is over.
     "RC={rollout_is:token,rollout_is_batch_normalize:true,mismatch:{metrics:basic}}": "over: rollout_batch",
-    "--use-tis --use-rollout-log-probs --tis-batch-normalize": "batch normalisation over: micro_batch",
     "--use-tis --tis-batch-normalize --tis-batch-normalize-scope step": "rollout_batch or auto",
     # verl's v1 trainers count tokens of a mask that the driver's rejection does not reach.
     "--use-tis --use-rs": "divided as in verl, token-mean: rejected tokens still count\n",
@@ -145,8 +137,6 @@ VERL = {
     f"--use-tis MODE=gspo {CLIPS}": (
         "= 2 token truncate 0.5 2 gspo | clip 1 0.3 None | objective: gspo, ratio in [0, 1.3]"
     ),
-    f"--use-rollout-log-probs MODE=cispo {CLIPS}": "= 1 token truncate 0.5 2 cispo | clip 1 0.3 None",
-    "MODE=geo_mean --use-tis": "0.5 2 gmpo | ~geo_mean",
     "--rs-criterion token:k2:0.5 MODE=gpg": "= 0 token truncate 0.5 2 reinforce",
     "--use-tis --use-rollout-log-probs MODE=gpg": "= 3 token truncate 0.5 2 ppo",
     "+RC.mismatch.use_tis=true MODE=gspo": (
@@ -157,7 +147,6 @@ VERL = {
     "--use-tis --use-rollout-log-probs MODE=gspo": "gspo contradicts algorithm 3",
     "--use-tis --mismatch-objective cispo MODE=gspo": "gspo contradicts --mismatch-objective cispo",
     "--use-tis MODE=clip_cov": "clip_cov is no setting here; next to it comes objective ppo",
-    "+RC.mismatch.use_tis=true +RC.mismatch.objective=cispo MODE=gspo": "cispo contradicts | makes it gspo",
     "--use-rollout-log-probs --rs-criterion token:k2:0.5 --mismatch-rollout-kl-coef 0.1": (
         "rollout_kl_on all reaches no rejected token in verl | : choose accepted, or denominator original"
     ),
@@ -180,7 +169,6 @@ NEMO = {
     "--use-tis loss_fn.token_level_loss=true": "by the step's tokens; rejected ones still count | ~sampling filter",
     # Without a type NeMo-RL bounds nothing, whatever its ratio says: our bound holds.
     f"{CORRECTED} loss_fn.TRUNCATED_ratio=null --use-tis": "= 2 token truncate 0.5 2",
-    f"{BOUNDED}=tis --use-tis": "= 2 token clip 0 2",
     f"{BOUNDED}=icepop loss_fn.TRUNCATED_ratio_min=0.5 --use-tis": "= 2 token mask 0.5 2",
     f"{BOUNDED}=seq-mask-tis loss_fn.TRUNCATED_ratio_min=0.9 --use-tis": "sequence_mean_ratio | [0.9, 2]",
     f"{BOUNDED}=tis --use-tis --tis-upper-bound 3": "3.0 contradicts NeMo-RL's loss_fn.TRUNCATED_…, which makes",
@@ -197,7 +185,6 @@ NEMO = {
     "loss_fn.disable_ppo_ratio=true loss_fn.force_on_policy_ratio=true --rs-criterion token:k2:0.5": (
         "0.5 2 ppo | disable_ppo_ratio: no effect next to force_on_policy_ratio"  # whose ratio is 1
     ),
-    "--use-tis --mismatch-objective gspo loss_fn.use_cispo=true": "objective gspo contradicts | makes it cispo",
     "--use-tis loss_fn.positive_example_nll_weight=0.1": "makes another loss",
     "--use-tis +loss_fn.mismatch.use_tis=true": "is set next to the plugin's flags",
     "--config FOLDER/alias.yaml --use-tis": "alias.yaml cannot be read | it has an alias (*)",
@@ -209,8 +196,6 @@ NO_MASK = "! no loss mask without the patch: token level only, no metrics"
 UNPATCHED = {
     "--use-tis": f"{NO_MASK} | = 2 token | added: SWITCH",
     "--rs-criterion token:tv:0.15@away --rs-policy current": NO_MASK,
-    "--use-tis --tis-level sequence": "cannot be had: level sequence. Apply the patch",
-    "--use-tis --mismatch-metrics basic": "cannot be had: --mismatch-metrics basic. Apply the patch",
     "--mismatch-preset disabled": "cannot be had: a run that only measures. Apply the patch (mismatch-plugin",
     "SWITCH --use-rollout-log-probs": "SWITCH weighs the loss (algorithm 2), but | choose algorithm 1: add --use-t",
     "--rl-importance-sampling-truncation-coef 2 --rs-criterion token:k2:0.5": "weighs the loss (algorithm 2), but",
@@ -218,7 +203,6 @@ UNPATCHED = {
 }
 PATCHED = {
     "SWITCH --use-tis --grpo-clamp-eps-upper 0.3": "= 2 token truncate 0.5 2 | clip 0.01 0.3 | ~added: SWITCH",
-    "--use-tis --rl-importance-sampling-truncation-coef 3": "= 2 token truncate 0.333333 3",
     "--use-tis --tis-upper-bound 3 --rl-importance-sampling-truncation-coef 2": (
         "--tis-upper-bound 3.0 contradicts Megatron-LM's --rl-importance-sampling-tr"
     ),
@@ -226,7 +210,6 @@ PATCHED = {
     "--mismatch-objective gspo --use-tis --grpo-clamp-eps-lower 3 --grpo-clamp-eps-upper 4e-4 --bf16": (
         "objective: gspo, ratio in [0, 1.0004] | half precision | clip 1 0.0004"  # in which a response's mean is judged
     ),
-    "--use-tis --bf16": "objective: ppo, ratio in [0.99, 1.01] | ~half precision",
     "--use-tis --tis-level sequence --bf16 --rl-use-sequence-packing": (
         "sequence level | as in Megatron: by each micro-batch | half precision | 0.0 | ~no loss mask"
     ),
@@ -238,8 +221,10 @@ PATCHED = {
     ),
 }
 REPLAYED = "the ids that SGLang (with slime's patch) kept"
+GROUP = "--custom-advantage-function-path mismatch_plugin.hooks.slime.group_advantages"
 SLIME = {
-    "--use-tis": "= 2 token truncate 0.5 2 | ~sampling filter",
+    "--use-tis": "= 2 token truncate 0.5 2 | ~sampling filter | ~--custom-advantage | ~--get-mismatch-metrics",
+    "--use-tis --rs-criterion sequence_mean:k3:0.1 --rs-group exclude": f"{GROUP} | --get-mismatch-metrics",
     "--use-tis --rollout-top-p 0.9 --rollout-top-k 20": REPLAYED,
     "--use-tis --rollout-top-k 20": "no bound is known | slime passes no mask on",
 }

@@ -242,16 +242,13 @@ OWN_LOSSES: dict[str, dict[str, Any]] = {
     "kl k1": {**_KL, "reference_policy_kl_type": "k1"},
     "kl k2": {**_KL, "reference_policy_kl_type": "k2"},
     "kl clamped": {**_KL, "kl_input_clamp_value": 0.3, "kl_output_clamp_value": 0.03},
-    "kl input clamped": {**_KL, "kl_input_clamp_value": 0.2, "kl_output_clamp_value": None},
     "kl from the rollout": {**_KL, "use_on_policy_kl_approximation": True},
     "kl in the reward": {**_KL, "use_kl_in_reward": True},
     "cispo": _CISPO,  # NeMo-RL has it with the token-level loss only, and GSPO with the other
-    "cispo, correction": {**_CISPO, **_CORRECTED},
     "gspo": _GSPO,
     "gspo, dual clip": {**_GSPO, "ratio_clip_c": 1.05},
     "gspo, correction": {**_GSPO, **_CORRECTED},
     "gspo, tis": {**_GSPO, **_corrected("tis", 0.8, 1.2)},
-    "gspo, icepop": {**_GSPO, **_corrected("icepop", 0.6, 1.6)},
 }
 
 

@@ -157,26 +157,3 @@ def test_a_workers_steps_are_those_of_policy_loss(
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-6, atol=1e-6)
         assert metrics["loss_metrics/rollout_corr/k3_kl"] > 0.0
         made.optim_step()
-
-
-def test_the_loss_reaches_the_workers_of_ray() -> None:
-    """By SkyRL's registry actor, to a process that has registered nothing."""
-    ray = import_module("ray")
-    register(host(), mp.MismatchConfig(**SEQUENCE))
-    path = os.pathsep.join([*PATH, str(Path(mp.__file__).parents[1])])
-    ray.init(num_cpus=1, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": path}})
-    try:
-        ppo_utils.sync_registries()
-
-        def found() -> tuple[int, str]:
-            import typing
-            from importlib import import_module
-
-            typing.TypedDict = import_module("typing_extensions").TypedDict
-            registry = import_module("skyrl.backends.skyrl_train.utils.ppo_utils").PolicyLossRegistry
-            return os.getpid(), registry.get("mismatch").keywords["mismatch"].tis.level
-
-        process, level = ray.get(ray.remote(found).remote(), timeout=120)
-    finally:
-        ray.shutdown()
-    assert process != os.getpid() and level == "sequence"

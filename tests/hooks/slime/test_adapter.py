@@ -22,12 +22,11 @@ from torch import Tensor
 
 import mismatch_plugin as mp
 from mismatch_plugin.hooks import slime
-from mismatch_plugin.hooks.slime.batch import owned_ranges, pack_local
+from mismatch_plugin.hooks.slime.batch import pack_local
 from mismatch_plugin.parallel.groups import ParallelGroups
 from tests.distributed.launch import launch
 from tests.hooks.contracts.slime_data import (
     NARROW,
-    REDUCER,
     STEPS,
     TERMS,
     Model,
@@ -38,7 +37,6 @@ from tests.hooks.contracts.slime_data import (
     hooked,
     initialize,
     ours,
-    owned,
     samples,
     schedule,
     stepped,
@@ -74,8 +72,6 @@ CASES = {
     "0 whole, gspo": Case({**WHOLE, **ours(0, rs=REJECTS), **NARROW, "advantage_estimator": "gspo"}),
     "1 whole, terms": Case({**WHOLE, **ours(1, rs=REJECTS), **TERMS}),
     "2 hook, sequence": Case({**HOOK, **ours(2, NORMALISED, rs=REJECTS)}),
-    "2 hook, turn": Case({**HOOK, **ours(2, weights("turn", "mask"))}),
-    "2 hook, prefix": Case({**HOOK, **ours(2, weights("prefix", "clip"))}),
     "2 hook, no old log-probs": Case({**HOOK, **ours(2, NORMALISED)}, old=False),
     "2 whole, geometric": Case({**WHOLE, **ours(2, weights("geometric", "mask"), terms=KL_WEIGHED), **TERMS}),
     "2 whole, distance": Case({**WHOLE, **ours(2, NORMALISED, terms={"rollout_kl_coef": 0.1})}),
@@ -201,17 +197,6 @@ def test_loss_gradient_and_metrics_equal_one_process(layout: str, name: str) -> 
                 assert rank[step]["metrics"][key] == pytest.approx(metrics[key], rel=1e-4, abs=1e-5), key
 
 
-@pytest.mark.parametrize("cp", [1, 2, 3, 4])
-@pytest.mark.parametrize("padded", [None, 40])
-def test_ranges_are_those_of_the_tokens_predicted_here(cp: int, padded: int | None) -> None:
-    for total in range(2, 26):
-        for response in range(1, total):
-            for rank in range(cp):
-                ranges = owned_ranges(total, response, cp, rank, padded)
-                mine = [position for start, stop in ranges for position in range(start, stop)]
-                assert mine == owned(total, total - response, cp, rank, padded)
-
-
 def test_packing_refuses_what_does_not_cover_this_rank_s_tokens() -> None:
     batch = {"loss_masks": [torch.ones(5)], "total_lengths": [7], "response_lengths": [5]}
     with pytest.raises(ValueError, match=r"rollout_log_probs of sample 0 has shape \(4,\), but this rank holds 5"):
@@ -279,16 +264,6 @@ def test_the_unbiased_kl_has_the_gradient_of_both_factors(kind: str, bypass: boo
     (gradient,), (wanted,) = torch.autograd.grad(loss, mine), torch.autograd.grad(0.3 * total, theirs)
     torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-6)
     assert float(report["kl_loss"]) == pytest.approx(float(total), rel=1e-5)
-
-
-def test_a_reducer_of_the_user_s_own_divides_the_policy_loss_alone() -> None:
-    """Over the original masks: what is rejected is 0 in the sum."""
-    masked = ours(2, weights("token", "mask"), rs=REJECTS)
-    log_probs, sample = samples()[0].log_probs, samples()[0]
-    _, plain = whole_loss(arguments(**WHOLE, **masked), log_probs)
-    _, reduced = whole_loss(arguments(**WHOLE, **masked, **REDUCER), log_probs)
-    assert float(reduced["pg_loss"]) == pytest.approx(float(plain["pg_loss"] / sample.rows["loss_masks"].sum()))
-    assert plain["tis_rejected"] == reduced["tis_rejected"] > 0
 
 
 STEP_SCOPE = weights("sequence", "clip", batch_normalize=True, batch_normalize_scope="step")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from argparse import Namespace
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +12,9 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.hooks import slime
-from mismatch_plugin.launch.__main__ import prepare
 from tests.core.test_groups import plain
 from tests.distributed.launch import launch
 from tests.full import FULL
-from tests.hooks.contracts.launch_trees import ray_tree
 from tests.hooks.contracts.slime_data import Model, arguments, batch_of, hooked, initialize, ours, samples, weights
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
@@ -169,14 +166,3 @@ def test_what_would_not_form_these_advantages_is_refused(changes: dict[str, Any]
         slime.ADAPTER.config(host_arguments(Case(EXCLUDE, changes=changes)))
     with pytest.raises(ValueError, match="group_advantages needs --rs-group exclude or drop: add it"):
         slime.check(host_arguments(Case({})))
-
-
-def test_the_launcher_sets_what_it_takes(tmp_path: Path) -> None:
-    def added(line: str) -> tuple[str, ...]:
-        words = f"--use-tis --rs-criterion sequence_mean:k3:0.1 {line}".split()
-        return prepare([str(ray_tree(tmp_path / "tree", "slime")), *words])[3].added
-
-    found = added("--rs-group exclude")
-    assert found[found.index("--custom-advantage-function-path") + 1] == PATH
-    assert "--get-mismatch-metrics" in found
-    assert not {"--custom-advantage-function-path", "--get-mismatch-metrics"} & set(added(""))

@@ -14,7 +14,6 @@ import sys
 import types
 from dataclasses import dataclass
 from functools import cache
-from inspect import signature
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ import torch
 import yaml
 from torch import Tensor
 
-from mismatch_plugin.hooks import miles, slime
 from tests.distributed.launch import launch
 from tests.full import FULL
 from tests.hooks.contracts.slime_data import (
@@ -260,12 +258,3 @@ def test_slime_s_own_loss_means_the_same(host: str, layout: str, name: str) -> N
 def test_the_shipped_mis_yaml_is_the_recorded_one() -> None:
     file = host_source("slime") / "examples" / "train_infer_mismatch_helper" / "mis.yaml"
     assert yaml.safe_load(file.read_text()) == SHIPPED
-
-
-def test_miles_names_missing_log_probs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(vars(miles.ADAPTER), "groups", slime.ADAPTER.find_groups())
-    values: dict[str, Any] = dict.fromkeys(signature(miles.tis_function).parameters)
-    values |= {"args": arguments("miles", **hooked("miles"), **ours(2)), "pg_loss": torch.ones(2)}
-    values |= {"loss_masks": [torch.ones(2)], "total_lengths": [4], "response_lengths": [2]}
-    with pytest.raises(ValueError, match="miles passes no training log-probs"):
-        miles.tis_function(**values)

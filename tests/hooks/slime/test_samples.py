@@ -62,7 +62,6 @@ def spans(sample: Any) -> list[Span]:
 
 ONE, TWO = meta(4, ("aa", 0, 4)), meta(2, ("aa", 0, 1), (None, 1, 2), server="b:1/8")
 CALLS: dict[str, tuple[list[Any], list[Span]]] = {
-    "one call": ([meta(5, ("aa", 0, 3), ("bb", 3, 5))], [("aa", 0, 3), ("bb", 3, 5)]),
     "turns count the tool's three tokens": ([ONE, 3, TWO], [("aa", 0, 4), ("aa", 7, 8), (None, 8, 9)]),
     "a call that went on": ([ONE, meta(2, ("bb", 0, 2))], [("aa", 0, 4), ("bb", 4, 6)]),
     "a sample that starts anew": ([ONE, "reset", meta(3, ("bb", 0, 3))], [("bb", 0, 3)]),
@@ -117,5 +116,3 @@ def test_our_data_source_is_the_host_s_or_the_user_s(host: str) -> None:
         path = f"mismatch_plugin.hooks.{host}.data_source"
         assert vars(args) == {"data_source_path": path, OWN_SOURCE: f"{__name__}.MySource"}
     assert isinstance(ours(args), MySource)
-    wrap_data_source(host, args := Namespace())
-    assert vars(args) == {}, "an older host without the argument"

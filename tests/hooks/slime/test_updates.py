@@ -63,11 +63,10 @@ def told(held: Mapping[str, Tensor], server: str = "one") -> dict[str, Any]:
 
 @dataclass
 class Server:
-    """held: None where it has no plugin. folder: of its answer. asked: how often."""
+    """held: None where it has no plugin. folder: of its answer."""
 
     folder: Path
     held: Weights | None = None
-    asked: int = 0
 
     @property
     def info(self) -> dict[str, Any]:
@@ -75,7 +74,6 @@ class Server:
         return {"internal_states": [state]}
 
     def url(self) -> str:
-        self.asked += 1
         self.folder.mkdir(exist_ok=True)
         (self.folder / "server_info").write_text(json.dumps(self.info))
         return self.folder.as_uri()
@@ -248,8 +246,6 @@ def test_what_is_not_compared_stops_no_update_and_is_said_once(
             assert updater.update_weights(sent) == "the host's" and {*updater.sent} == {*sent}
             assert bool(run.updates.fingerprint) == (fault == "one without it")
     assert caplog.text.count(SILENT[fault]) == 1
-    if fault == "no plugin":  # once is enough
-        assert run.host == "miles" or [server.asked for server in run.servers] == [1, 1]
     if fault == "sparse":
         run.updater().update_weights(weights(1))
         assert run.updates.fingerprint is not None, "the next update is compared again"
@@ -260,7 +256,6 @@ def test_what_is_not_compared_stops_no_update_and_is_said_once(
     [
         ({"update_weight_transport": "disk"}, "they go through files"),
         ({"sglang_quantization": "fp8"}, "--sglang-quantization fp8"),
-        ({"lora_rank": 8}, "adapters are sent"),
         ({"lacks": "the method"}, "sends them otherwise than the tested one"),
         ({"mode": "off"}, ""),
     ],

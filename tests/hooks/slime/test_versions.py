@@ -105,7 +105,6 @@ W = float(torch.tensor(-0.1).exp())
 INITIAL = [["default"]] * 4
 STALE: list[tuple[int, int, list[list[str]], list[list[float]]]] = [
     (2, 7, VERSIONS, [[0, 0, W, 0, W], [W] * 3]),
-    (1, 7, VERSIONS, [[0] * 5, [W] * 3]),
     (0, 7, VERSIONS, [[0] * 5, [W, W, 0]]),  # the last is as old as the older of its two calls
     (0, 0, INITIAL, [[0, 0, W, 0, W], [W] * 3]),  # SGLang's name before the first update; hosts count from 1
     (0, 1, INITIAL, [[0] * 5, [0] * 3]),

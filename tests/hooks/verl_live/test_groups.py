@@ -21,7 +21,6 @@ from verl import DataProto  # pyright: ignore[reportAttributeAccessIssue]
 from verl.trainer.ppo import core_algos, rollout_corr_helper
 
 import mismatch_plugin as mp
-from mismatch_plugin.data.read import read
 
 TRAINER = "verl.trainer.ppo.ray_trainer"
 
@@ -96,44 +95,3 @@ def test_advantages_are_those_of_the_accepted_alone(scaled: bool, denominator: s
         rejected += ROWS - len(kept)
     assert 3 < rejected < 6 * ROWS - 6
     assert sys.modules["verl.trainer.ppo.v1.utils"].compute_advantage is trainer.compute_advantage
-
-
-def test_all_accepted_and_batches_that_are_not_marked_are_verls_own(trainer: ModuleType) -> None:
-    """Also after ours is in place: a run's validation, or another trainer in the process."""
-    data, rewards = batch(0), rewards_of([1.0, 0.0, 0.5, 0.25, 1.0])
-    wide = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 100.0}
-    own, _ = step(data, rewards, UIDS, correction(**wide), True)
-    mine, metrics = step(data, rewards, UIDS, correction(**wide, mismatch={"rs": {"group": "exclude"}}), True)
-    torch.testing.assert_close(mine.batch["advantages"].float(), own.batch["advantages"], rtol=1e-5, atol=1e-6)
-    assert metrics["rollout_corr/rollout_rs_group_changed_fraction"] == 0
-    block = {"rs": {"group": "drop", "min_group": 3}}
-    found, metrics = step(data, rewards, UIDS, correction(**wide, mismatch=block), True)
-    assert (found.batch["advantages"].abs().sum(-1) > 0).tolist() == [True, False, True, True, False]
-    assert metrics["rollout_corr/rollout_rs_group_dropped_fraction"] == 0.5
-    again, _ = step(data, rewards, UIDS, correction(**wide), True)
-    assert torch.equal(again.batch["advantages"], own.batch["advantages"])
-    assert trainer.compute_advantage.mismatch_plugin_wraps
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_dumps_that_verl_writes_are_read(tmp_path: Path) -> None:
-    made = batch(0)
-    tail = (MASK.flip(1).cumsum(1) > 0).flip(1).long()  # up to the last token that trains
-    prompts = torch.tensor([[0, 5, 6]] * ROWS)
-    tensors = {
-        "prompts": prompts,
-        "responses": torch.arange(MASK.numel()).reshape(MASK.shape),
-        "attention_mask": torch.cat([(prompts > 0).long(), tail], dim=1),
-        **{name: made[name] for name in ("rollout_log_probs", "old_log_probs", "advantages", "response_mask")},
-    }
-    data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(UIDS, dtype=object)})
-    torch.save({**dict(data.batch.items()), "uid": data.non_tensor_batch["uid"]}, tmp_path / "groups.pt")
-    dump = read(tmp_path / "groups.pt")
-    assert dump.format == "verl" and dump.has_training and [sample.group for sample in dump.samples] == UIDS
-    for at, sample in enumerate(dump.samples):
-        length = int(tail[at].sum())
-        assert sample.rollout_log_probs.tolist() == made["rollout_log_probs"][at, :length].tolist()
-        assert sample.loss_mask.tolist() == MASK[at, :length].bool().tolist()
-    torch.save(data, tmp_path / "proto.pt")
-    with pytest.raises(ValueError, match=r"code, not data.*dict\(data.batch.items\(\)\)"):
-        read(tmp_path / "proto.pt")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,6 @@ from batches import actor, batch, correction, loss_and_gradient
 from verl import DataProto
 from verl.trainer.ppo import rollout_corr_helper
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
-from verl.utils.tracking import Tracking
-
-from mismatch_plugin.report.log import read_steps
 
 TOLERANCE = 1e-6
 SEEDS = range(6)
@@ -39,10 +35,8 @@ CASES: dict[str, dict[str, Any]] = {
     "token normalised": by("token", 1.2, **NORMALISED),
     "token IcePop": by("token", "0.8_1.3"),
     "sequence IcePop": by("sequence", "0.6_1.5"),
-    "token k1": without("token_k1", "0.7_1.6"),
     "token k2": without("token_k2", 0.05),
     "sequence sum k1": without("seq_sum_k1", "0.6_1.4"),
-    "sequence mean k1": without("seq_mean_k1", "0.95_1.1"),
     "sequence max k2": without("seq_max_k2", 0.2),
     "two criteria": without("token_k2,seq_mean_k3", "0.1,0.08"),
     "token truncate and mean k3": {**by("token", 1.2), **without("seq_mean_k3", 0.06)},
@@ -158,15 +152,3 @@ def test_weights_and_mask_equal_verls_and_so_does_the_loss_after_them(case: str)
         ours = actor({**settings, "mismatch": {"dry_run": False}})
         my_loss = loss_and_gradient(mismatch, data, config=ours, rollout_is_weights=weights, **given)
         same(my_loss, loss_and_gradient(vanilla, data, config=actor(settings), rollout_is_weights=expected, **given))
-
-
-def test_a_step_that_verl_logs_is_a_line_of_the_report_folder(tmp_path: Path) -> None:
-    """verl's own Tracking, with the configuration as its trainers hand it over."""
-    settings = correction(rollout_is="token", mismatch={"metrics": "full", "report_dir": str(tmp_path)})
-    host = {"actor": {"policy_loss": {}}, "rollout": {"calculate_log_probs": True}}
-    tree = {"algorithm": {"rollout_correction": settings}, "actor_rollout_ref": host}
-    tracking = Tracking("project", "run", default_backend=["console"], config=tree)
-    _, metrics = driver(batch(0), settings)
-    tracking.log(data={**metrics, "critic/rewards/mean": 0.5}, step=7)
-    (step,) = read_steps(tmp_path)
-    assert step == {"step": 7.0, "critic/rewards/mean": 0.5, **{name: float(value) for name, value in metrics.items()}}
