@@ -12,7 +12,7 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.data.sample import Sample
-from mismatch_plugin.hooks.megatron_core import MegatronLoss, make_batch
+from mismatch_plugin.hooks.megatron_core import MegatronLoss, adapter, make_batch
 from mismatch_plugin.hooks.megatron_core.model import logits_with_labels
 from mismatch_plugin.parallel.groups import ParallelGroups
 
@@ -92,6 +92,18 @@ def test_another_number_of_losses_than_expected_is_refused() -> None:
     model.compute_language_model_loss = lambda labels, logits: logits.sum()
     with pytest.raises(RuntimeError, match="megatron computed 2 losses for 2 MTP layers and one head"):
         run(2)
+
+
+@pytest.mark.parametrize(("line", "backend"), [("--use-tis", "auto"), (f"{BACKEND} torch", "torch")])
+def test_the_backend_reaches_the_log_probs(line: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compute(*args: Any, backend: str, **options: Any) -> Any:
+        raise RuntimeError(backend)
+
+    monkeypatch.setattr(adapter, "vocab_parallel_log_probs", compute)
+    hook, batch = hook_of(line), make_batch([SAMPLE])
+    hook.start([batch])
+    with pytest.raises(RuntimeError, match=backend):
+        hook.loss_func(batch, torch.zeros(1, 3, 5, requires_grad=True))
 
 
 @pytest.mark.parametrize(("line", "overwrites"), [("", True), ("--mismatch-inplace-logits off", False)])

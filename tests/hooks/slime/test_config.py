@@ -130,6 +130,13 @@ def test_criteria_of_the_host_s_switches_and_files() -> None:
         assert bounds(**HOOK, **keys) == [("token_ratio", 0.5, upper or 2.0)], "as slime reads it: the bound of TIS"
 
 
+def test_arguments_are_read_once_and_others_anew() -> None:
+    args, adapter = arguments(**HOOK, **ours(2)), type(slime.ADAPTER)()
+    assert adapter.config(args) is adapter.config(args)
+    other = arguments(**HOOK, **ours(2), eps_clip_high=0.28)
+    assert adapter.config(other).ppo.eps_clip_high == 0.28 != adapter.config(args).ppo.eps_clip_high
+
+
 # The start-up block ---------------------------------------------------------------------------------------------------
 
 
