@@ -162,6 +162,8 @@ class Folder:
 def read_folder(root: Path) -> Folder:
     """Read a run folder. What is missing or cut is skipped and said; OSError, ValueError without a whole run.json."""
     info, missing = read_json_object(root / "run.json"), list[str]()
+    if not {"settings", "seeds"} <= info.keys():
+        raise ValueError(f"{root / 'run.json'} has no settings or no seeds: it is not what compare wrote.")
     plan: dict[str, list[str]] = info.get("plan", {})  # runs that were collected have none
     runs: dict[tuple[str, str, int], Run] = {}
     started: dict[tuple[str, str, int], None] = {}

@@ -40,6 +40,10 @@ def flatten_entries(
 def _entry(name: str, row: Any, length: int, label: object, integer: bool) -> Tensor:
     """One sequence's values, [length]; NaN for None in a list."""
     try:
+        if name.endswith("log_probs"):
+            values = row if isinstance(row, Tensor) else np.asarray(row[:1])
+            if values.dtype in (torch.bool, np.bool_):
+                raise ValueError("it holds bools: is it a mask?")
         if isinstance(row, (list, tuple)):
             tensor = torch.as_tensor(np.array(row, dtype=np.float64))
             tensor = tensor if integer else tensor.to(torch.get_default_dtype())

@@ -87,10 +87,15 @@ class PackedSequences:
                 )
             if value is not None and name in _INTEGER_FIELDS and value.is_floating_point():
                 raise ValueError(f"{name} has dtype {value.dtype}: pass whole numbers, such as int64.")
+            if value is not None and name.endswith("log_probs") and value.dtype == torch.bool:
+                raise ValueError(f"{name} has dtype torch.bool: pass log-probs, such as float32 (is it a mask?).")
             if value is not None and name in _TOKEN_FIELDS and value.dtype in HALF:
                 object.__setattr__(self, name, value.float())
-        if self.trainer_version is not None:
-            object.__setattr__(self, "trainer_version", operator.index(self.trainer_version))
+        version = self.trainer_version
+        if version is not None:
+            if isinstance(version, bool) or operator.index(version) < 0:
+                raise ValueError(f"trainer_version is {version!r}: pass the number of the weights that train.")
+            object.__setattr__(self, "trainer_version", operator.index(version))
         if not self.sequence_ids:
             object.__setattr__(self, "sequence_ids", tuple(range(len(self.lengths))))
         for name in ("sequence_ids", "unit_counts", "chunk_lengths"):

@@ -47,6 +47,8 @@ _OF_TRAINER = {
 def _is_samples(source: Source) -> bool:
     """Our names, and of them one that only we write, or nothing of a trainer's side."""
     keys = {*source.keys}
+    if source.kind == "parquet" and keys & (_OWN - {"weight_versions"}):
+        return True  # `_read_samples` says what to do
     if source.kind != "jsonl" or not keys >= {"response_ids", "rollout_log_probs"}:
         return False
     if not keys & {*NAMES["log_probs"]}:
@@ -55,6 +57,8 @@ def _is_samples(source: Source) -> bool:
 
 
 def _read_samples(source: Source) -> Table:
+    if source.kind == "parquet":
+        raise ValueError(f"{source.path}: our own records are JSONL. Write them again, as a .jsonl file.")
     table, fields = Table(), {*Sample.model_fields} - {"index"}
     unknown = sorted({*source.keys} - fields)
     table.notes = [f"not read: {', '.join(unknown)}"] * bool(unknown)
@@ -70,9 +74,8 @@ def _read_samples(source: Source) -> Table:
 def _is_training(source: Source) -> bool:
     """Log-probs of the trainer, by a name that may be misspelt, and nothing of a rollout."""
     others = {*NAMES["response_ids"], *NAMES["sequence"], *NAMES["rollout_log_probs"]} - {"token_ids"}
-    if source.kind != "jsonl" or others & {*source.keys}:
-        return False
-    return not {closest(name, _OF_TRAINER) for name in source.keys}.isdisjoint(NAMES["log_probs"])
+    meant = {closest(name, {*_OF_TRAINER, *others}) for name in source.keys}
+    return source.kind == "jsonl" and not meant & others and bool(meant & {*NAMES["log_probs"]})
 
 
 def _read_training(source: Source) -> Table:

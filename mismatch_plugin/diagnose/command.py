@@ -50,7 +50,7 @@ def inspect(
     ] = None,
     host: Annotated[
         str | None,
-        _settings(help="Whose flags: a trainer, such as slime or trl, or python. Default: the dump's trainer."),
+        _settings(help="Whose flags and settings: a trainer (slime, trl, …) or python. Default: the dump's trainer."),
     ] = None,
     engine: Annotated[Precision | None, _dump(help="Precision of the rollout engine, for what is normal.")] = None,
     trainer: Annotated[Precision | None, _dump(help="Precision of the trainer, for what is normal.")] = None,

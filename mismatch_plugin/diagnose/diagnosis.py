@@ -147,10 +147,9 @@ def diagnose_files(
     given = [str(path), *([str(training)] if training else []), *(f"--url={url}" for url in urls)]
     command = encodable(shlex.join(["mismatch-plugin", "inspect", *given]))
     answer = None if level is None or copied else normality(level, replace(hints, stale=stale))
-    compared = check.fixed or level
     if any(item.counts for item in check.findings):
         verdict: Verdict = "fault"
-    elif answer is None or compared is None or compared.tokens < ENOUGH_TOKENS:
+    elif answer is None or check.compared < ENOUGH_TOKENS:
         verdict = "undecided"
     else:
         verdict = "normal" if answer.normal else "large"

@@ -129,9 +129,10 @@ class Mismatch(Frozen):
 
 
 class CheckResult(NamedTuple):
-    """Fields of `Diagnosis`."""
+    """Fields of `Diagnosis`. compared: tokens on both sides once the faults are undone."""
 
     findings: tuple[Finding, ...]
     undecided: tuple[Undecided, ...]
     mismatch: Mismatch | None
     fixed: Mismatch | None
+    compared: int

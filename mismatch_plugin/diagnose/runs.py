@@ -311,7 +311,7 @@ def inspect_run(
     for finding in found.findings:
         if finding["fault"] != "growth":  # which the trend has told
             console.print(f"{finding['fault']} = {finding['evidence']}. {finding['fix']}")
-    if found.verdict != "undecided":
+    if found.verdict in ("normal", "large"):
         console.print(f"Which setting fits, a dump tells: {_INSPECT} recommends one.")
     if picture or no_picture:  # a path stays whole
         typer.echo(no_picture or f"picture: {picture}")

@@ -1,1 +1,1 @@
-"""What the settings do: a worked example, and numbers of one's own, token by token."""
+"""What the settings do: a worked example under any flags, token by token."""

@@ -81,8 +81,11 @@ class SGLangClient(ServerControl):
         headers: Mapping[str, str] | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        if concurrency < 1:
-            raise ValueError(f"concurrency={concurrency} must be at least 1.")
+        for name, value, least in (("concurrency", concurrency, 1), ("retries", retries, 0)):
+            if value < least:
+                raise ValueError(f"{name}={value} must be at least {least}.")
+        if timeout <= 0:
+            raise ValueError(f"timeout={timeout} must be above 0 seconds.")
         if rollout_log_prob_policy not in (policies := get_args(InvalidPolicy)):
             raise ValueError(
                 f"rollout_log_prob_policy={rollout_log_prob_policy!r} is unknown: choose one of {', '.join(policies)}."

@@ -7,6 +7,7 @@ import base64
 import logging
 import pickle
 import warnings
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal, NamedTuple, get_args
@@ -200,7 +201,9 @@ class ServerControl:
                 states = await self._compare(version, pairs)
                 self._serving = Serving(str(version), dict(map(_worker, states)))
         except (RequestError, ValueError) as error:
-            raise WeightUpdateError(f"the update to version {version} cannot be confirmed: {error}") from error
+            raise WeightUpdateError(
+                f"the update to version {version} failed, or cannot be confirmed: {error}"
+            ) from error
 
     async def _compare(self, version: str | int, pairs: Bucket) -> list[Mapping[str, Any]]:
         """What was sent with what serves, where the server has our plugin, whose states are returned. It must have all
@@ -245,10 +248,12 @@ def _worker(state: Mapping[str, Any]) -> tuple[tuple[Any, Any, Any], tuple[int, 
 
 
 def _checked(named_tensors: NamedTensors) -> Bucket:
-    """(name, tensor) pairs. Raises ValueError for none, and for names that are no checkpoint's."""
-    pairs = [*dict(named_tensors).items()]
+    """(name, tensor) pairs. Raises ValueError for none, a name twice, and names that are no checkpoint's."""
+    pairs = [*(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)]
     if not pairs:
         raise ValueError("no weights were given: an update without tensors would only change the version's name.")
+    if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
+        raise ValueError(f"weight {twice[0]!r} is there twice.")
     if all(name.startswith("module.") for name, _ in pairs):  # a server may end at a name that it does not know
         raise ValueError("all names of the weights begin with 'module.', a wrapper's prefix: send the checkpoint's.")
     return pairs

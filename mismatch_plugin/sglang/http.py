@@ -110,7 +110,7 @@ class Server:
             except RequestError as failed:
                 sent = attempt - (failed.kind == "closed")
                 error = RequestError(failed.kind, f"{where}: {failed.message}", sent, failed.status)
-            if error.kind not in _PASSING or attempt == attempts:
+            if error.kind not in _PASSING or attempt >= attempts:
                 raise error from None
             longest = min(_LONGEST_WAIT, _FIRST_WAIT * 2.0 ** (attempt - 1))
             await asyncio.sleep(longest * random.uniform(0.5, 1.0))  # many requests must not come back at once
@@ -181,4 +181,6 @@ def _parse_address(url: str) -> tuple[str, dict[str, str]]:
 
 def shown(url: str) -> str:
     """The address for a message: without user, password, query and fragment."""
-    return re.split(r"[?#]", re.sub(r"^(\w+://)?.*@", r"\1", url))[0][:200]
+    if "@" in url and re.search(r"[?#]", url):
+        return "***"  # a password with a question mark, or a query with an @: nobody can tell
+    return re.sub(r"^(\w+://)?.*@", r"\1", re.split(r"[?#]", url)[0])[:200]

@@ -237,6 +237,8 @@ def telling(request: Request) -> Reply:
         ([[1], [9, 0, 10]], OUTSIDE, {}),  # which the server told
         ([[1], [9, 0, 10]], OUTSIDE, {"vocab_size": 10}),
         ([[1]], "concurrency=0 must be at least 1", {"concurrency": 0}),
+        ([[1]], "retries=-1 must be at least 0", {"retries": -1}),
+        ([[1]], "timeout=0 must be above 0", {"timeout": 0}),
         ([[1]], "rollout_log_prob_policy='errror' is unknown", {"rollout_log_prob_policy": "errror"}),
     ],
 )

@@ -156,6 +156,7 @@ def test_a_refused_update_is_an_error_ends_its_session_and_is_sent_once(
     ("job", "says"),
     [
         (lambda client: client.update_weights_from_tensors([], 1), "no weights were given"),
+        (lambda client: client.update_weights_from_tensors([("a", torch.ones(1))] * 2, 1), "'a' is there twice"),
         (lambda client: client.update_weights_from_tensors({"module.a": torch.ones(1)}, 1), "begin with 'module.'"),
         (lambda client: client.pause("soft"), "mode='soft' is unknown"),
     ],

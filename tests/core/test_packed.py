@@ -123,6 +123,8 @@ ERRORS: list[tuple[Any, dict[str, Any], str]] = [
     (LISTS, {"loss_masks": [[1, 1]], "entropy": [torch.zeros(1, 2)]}, r"entropy .* has shape \(1, 2\)"),
     (LISTS, {"loss_masks": [[1, 2]]}, "loss_masks holds 2: a mask is 1"),
     (LISTS, ONE | {"sequence_ids": ["a", "b"]}, r"sequence_ids has 2"),
+    (LISTS, ONE | {"trainer_version": -1}, r"trainer_version is -1: pass the number of the weights"),
+    (PADDED, SQUARE | {"ref_log_probs": ONES.bool()}, "ref_log_probs of sequence 0 .*it holds bools: is it a mask"),
     (LISTS, ONE | {"rewards": [1.0, 2.0]}, "rewards"),
     (LISTS, TWO | {"weight_versions": [[0], [0, 1.5, 0]]}, "weight_versions of sequence p8 is 1.5 at position 1"),
     (LISTS, TWO | {"advantages": [[0.5], [0.5, math.nan, 0.5]]}, "advantages of sequence p8 is nan at position 1"),

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mismatch_plugin.data.files import write_samples
-from tests.diagnose.door import CLEAN, RECORDS, faults, run, saved, text, told, training_file
+from tests.diagnose.door import CLEAN, RECORDS, faults, inspect, noisy, run, saved, text, told, training_file
 from tests.fixtures.sglang_check.policies import FOLDER, recorded, score
 from tests.fixtures.sglang_check.serving import serving
 
@@ -264,3 +264,9 @@ def test_one_thread_unless_told_otherwise_or_a_model_scores(tmp_path: Path, monk
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
+
+
+def test_an_accepted_fault_that_leaves_no_token_decides_nothing() -> None:
+    samples = [one.with_fields(train_log_probs=[0.0] * len(one)) for one in noisy(0.01, 60, (20, 47), seed=7)]
+    found = inspect(samples, "--brief", "--accept", "zero_fill")
+    assert (found["verdict"], found["status"]) == ("undecided", 3), found["findings"]

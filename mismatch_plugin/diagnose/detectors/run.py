@@ -152,7 +152,8 @@ def check_batch(batch: Batch, *, accept: Collection[str] = (), found: Sequence[I
     ]
     before = size.mismatch(given)
     after = before if batch is given else size.mismatch(batch)
-    return CheckResult(tuple(findings), tuple(undecided), before, after if after != before else None)
+    fixed, compared = after if after != before else None, 0 if after is None else after.tokens
+    return CheckResult(tuple(findings), tuple(undecided), before, fixed, compared)
 
 
 def _faults(items: Sequence[Item]) -> set[FaultName]:
