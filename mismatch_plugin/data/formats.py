@@ -90,8 +90,6 @@ def _read_training(source: Source) -> Table:
         row = {_OF_TRAINER[name]: value for name, value in line.items()}
         if row.get("train_log_probs") is None:
             raise ValueError(f"{place} has no train_log_probs: {rule}")
-        if isinstance(row.get("sample_id"), int):
-            row["sample_id"] = str(row["sample_id"])
         table.samples.append(sample := sample_at(place, row))
         if sample.trained_mask is not None and len(sample.trained_mask) != (n := len(sample.train_log_probs)):
             raise ValueError(f"{place}: loss_mask has {len(sample.trained_mask)} entries for {n} log-probs.")

@@ -78,7 +78,7 @@ class Sample(BaseModel):
     finish_reason: FinishReason | None = None
     text: Text | None = None
     request_id: Text | None = None
-    sample_id: Text | None = None
+    sample_id: Text | None = Field(default=None, coerce_numbers_to_str=True)
     server: Text | None = None
     """Address of the server that sampled it, without credentials."""
     dp_rank: int | None = None

@@ -165,6 +165,7 @@ def judge_run(source: Source, config: MismatchConfig | None) -> Run:
         if warning.about != "correction" or config is not None:
             given.setdefault(warning.metric.removeprefix(PREFIX), []).append(warning)
     about = {warnings[-1].about for warnings in given.values()}
+    warned = [metric for metric, warnings in given.items() if warnings[-1].about == "correction"]
     trends = trends_of(source.numbers, [row if row.get(_TOKENS, 1.0) else {} for row in rows])
     broke = [trend for trend in trends if trend.broke]
     sizes = {metric: value for metric in SIZES if not math.isnan(value := abs(mean(metric)))}
@@ -200,7 +201,7 @@ def judge_run(source: Source, config: MismatchConfig | None) -> Run:
         verdict=verdict,
         sound=not (about & {"fault", "correction"} or shifted or broke or (large and not _corrects(config))),
         data=f"{word}: {said} over the last {counted(len(recent))}.{advice}",
-        correction=_correction(mean, "correction" in about, config) + rejected,
+        correction=_correction(mean, warned, config) + rejected,
         trend=("; ".join(map(str, trends)) or no_growth) + ".",
         steps=len(rows),
         judged=len(recent),
@@ -234,8 +235,9 @@ def _finding(name: str, warnings: Sequence[HealthWarning]) -> dict[str, Any]:
     return {"fault": name, "severity": severity, "evidence": evidence, "fix": newest.advice}
 
 
-def _correction(mean: Mean, warned: bool, config: MismatchConfig | None) -> str:
-    """What is left of it after this correction. config: None where nobody gave the run's settings."""
+def _correction(mean: Mean, warned: Sequence[str], config: MismatchConfig | None) -> str:
+    """What is left of it after this correction. warned: metrics that say it does not hold. config: None where nobody
+    gave the run's settings."""
     if config is not None and not _corrects(config):
         return "reported only (dry run)." if config.dry_run else "none: the loss takes the data as they are."
     figures = {"tokens kept": mean("accepted_token_fraction")}
@@ -247,7 +249,9 @@ def _correction(mean: Mean, warned: bool, config: MismatchConfig | None) -> str:
     shown = f" ({known})" if known else ""
     if config is None:
         return f"not judged, since the run's settings are not known: give them with --config{shown}."
-    return f"does not hold{shown}." if warned else f"holds{shown}." if shown else "not judged: nothing was recorded."
+    if warned:
+        return f"does not hold, by {', '.join(warned)}{shown}."
+    return f"holds{shown}." if shown else "not judged: nothing was recorded."
 
 
 def _metrics(rows: Sequence[Row], mean: Mean, header: str) -> list[dict[str, str | float]]:

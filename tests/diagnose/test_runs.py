@@ -223,7 +223,8 @@ def test_a_sound_run_and_one_whose_tokens_all_shift(judge: Any) -> None:
         "k3_kl was 0 nats per token in the first steps and is 0.31 in the last; it grows from about step 13 on; |kl|"
     )
     assert unsound["trend"].startswith(grown)
-    assert unsound["correction"] == "does not hold (tokens kept 1, mean weight 0.41, effective sample size 1)."
+    shown = "(tokens kept 1, mean weight 0.41, effective sample size 1)."
+    assert unsound["correction"] == f"does not hold, by rollout_is_weight_after_mean {shown}"
     found = {one["fault"]: one for one in unsound["findings"]}
     assert {*found} == {"kl", "rollout_is_ratio_mean", "rollout_is_weight_after_mean", "growth"}
     assert "(10 steps)" in found["kl"]["evidence"] and found["kl"]["severity"] == "note"
@@ -248,7 +249,7 @@ def test_a_step_that_rejected_everything_has_no_weight_and_one_without_tokens_sa
     found = judge([rejected] * 5 + [kept] * 20 + [kept, kept, kept, rejected] * 5, *TOKEN_IS)
     shown = "tokens kept 0.56, mean weight 0.99, effective sample size 0.97"
     counts = "Everything was rejected in 10 steps; means of weights leave these out."
-    assert found["correction"] == f"does not hold ({shown}). {counts}" and not found["sound"]
+    assert found["correction"] == f"does not hold, by all_rejected ({shown}). {counts}" and not found["sound"]
     assert values(found, "rollout_is_weight_after_mean")[1] == 0.99
     assert "Everything was rejected" not in judge([kept] * 45, *TOKEN_IS)["correction"]
     steps = [{TOKENS: 10.0, KL: 0.0}] * 30 + [{TOKENS: 0.0, KL: 0.0}] * 9 + [{TOKENS: 10.0, KL: 0.02}]

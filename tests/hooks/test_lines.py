@@ -225,6 +225,7 @@ GROUP = "--custom-advantage-function-path mismatch_plugin.hooks.slime.group_adva
 SLIME = {
     "--use-tis": "= 2 token truncate 0.5 2 | ~sampling filter | ~--custom-advantage | ~--get-mismatch-metrics",
     "--use-tis --rs-criterion sequence_mean:k3:0.1 --rs-group exclude": f"{GROUP} | --get-mismatch-metrics",
+    "--use-tis --rs-criterion token:k3:1 --rs-group exclude --disable-rewards-normalization": "refused: | makes others",
     "--use-tis --rollout-top-p 0.9 --rollout-top-k 20": REPLAYED,
     "--use-tis --rollout-top-k 20": "no bound is known | slime passes no mask on",
 }

@@ -28,10 +28,15 @@ from mismatch_plugin.hooks.slime.config import (
     why_our_loss,
 )
 from mismatch_plugin.hooks.slime.samples import wrap_data_source
+from mismatch_plugin.hooks.slime.versions import validate_versions_kept
 
 TABLE: dict[str, dict[str, Any]] = {
     flag(name): {"default": default} | ({"action": "store_true"} if kind is bool else {"type": kind})
     for name, (kind, default) in ARGUMENTS.items()
+} | {
+    "--custom-reward-post-process-path": {},
+    "--disable-rewards-normalization": {"action": "store_false", "dest": "rewards_normalization"},
+    "--disable-compute-advantages-and-returns": {"action": "store_false", "dest": "compute_advantages_and_returns"},
 }
 """The host's flags about the loss, as options of `add_argument`."""
 FLAGS = frozenset({"--use-rollout-entropy", "--use-rollout-routing-replay", "--use-rollout-indexer-replay", *TABLE})
@@ -55,6 +60,8 @@ def plan(host: Host, given: Given, script: Path | None) -> Plan:
     if not (given.flags or ours or args.use_tis or args.use_rollout_logprobs):
         return Plan.untouched(host, given)
     config = _settings(host, given, args, ours)
+    if config.rs.max_staleness is not None:
+        validate_versions_kept(host.name, script)
     added = _arguments(host, config, args, typed | file.keys())
     settings = args.mismatch_settings
     config = check_arguments(args, host) or config

@@ -9,8 +9,10 @@ masks, which are the rollout's own tensors.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -119,3 +121,14 @@ def _number(version: Any) -> int:
     if not str(version).isdecimal():
         raise ValueError(f"weight version {version!r} is not the number of an update: leave --rs-max-staleness out.")
     return int(version)
+
+
+def validate_versions_kept(host: str, script: Path | None) -> None:
+    """Raise ValueError where slime's tree, that of the script or one on sys.path, drops the versions of its samples."""
+    roots = [*([] if script is None else [script.parent]), *map(Path, sys.path)]
+    path = next((path for root in roots if (path := root / "slime/ray/rollout.py").is_file()), None)
+    if host == "slime" and path is not None and f'"{_KEY}"' not in path.read_text(encoding="utf-8"):
+        raise ValueError(
+            f"--rs-max-staleness needs the weight versions of samples, which slime drops on the way to the trainer: "
+            f"apply the patch ({_PATCH}), or leave it out."
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,10 @@ import mismatch_plugin as mp
 from mismatch_plugin.hooks.miles import MilesAdapter
 from mismatch_plugin.hooks.slime import SlimeAdapter
 from mismatch_plugin.hooks.slime.adapter import RayAdapter
-from mismatch_plugin.hooks.slime.versions import Versions
+from mismatch_plugin.hooks.slime.versions import Versions, validate_versions_kept
+from mismatch_plugin.launch.__main__ import prepare
 from mismatch_plugin.parallel.groups import ParallelGroups
+from tests.hooks.contracts.launch_trees import ray_tree
 from tests.hooks.contracts.slime_data import arguments as host_arguments
 from tests.hooks.contracts.slime_data import custom, hooked, ours
 
@@ -184,3 +187,18 @@ def test_a_share_of_each_sample_under_context_parallelism() -> None:
     found = told.on(packed, mp.MismatchConfig(use_tis=True, rs=mp.Rejection(max_staleness=1)), data["loss_masks"])
     assert found.trainer_version == 7
     assert found.weight_versions is not None and found.weight_versions.tolist() == [7, 6, 6]
+
+
+def test_a_slime_that_drops_versions_is_refused_at_the_start(tmp_path: Path) -> None:
+    script = ray_tree(tmp_path / "tree", "slime")
+    rollouts = script.parent / "slime" / "ray" / "rollout.py"
+    rollouts.parent.mkdir(parents=True, exist_ok=True)
+    rollouts.write_text('KEYS = ["tokens"]\n')
+    line = [str(script), "--use-tis", "--rs-max-staleness", "2"]
+    with pytest.raises(ValueError, match="which slime drops on the way to the trainer: apply the patch"):
+        prepare(line)
+    validate_versions_kept("miles", script)
+    rollouts.write_text('KEYS = ["tokens", "weight_versions"]\n')
+    plan = prepare(line)[3]
+    assert any("2 weight versions" in text for text in plan.lines)
+    assert "mismatch_plugin.hooks.slime.init" in plan.added
