@@ -249,7 +249,8 @@ def _worker(state: Mapping[str, Any]) -> tuple[tuple[Any, Any, Any], tuple[int, 
 
 def _checked(named_tensors: NamedTensors) -> Bucket:
     """(name, tensor) pairs. Raises ValueError for none, a name twice, and names that are no checkpoint's."""
-    pairs = [*(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)]
+    given: Any = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+    pairs: Bucket = list(given)
     if not pairs:
         raise ValueError("no weights were given: an update without tensors would only change the version's name.")
     if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
