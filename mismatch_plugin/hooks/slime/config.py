@@ -36,6 +36,7 @@ HOOKS = {
 }
 """Our function → the host's argument that names it."""
 REDUCER = "custom_pg_loss_reducer_function_path"
+REWARDS = "custom_reward_post_process_path"
 _SWITCHES = (
     *("use_rollout_logprobs", "use_tis", "get_mismatch_metrics", "calculate_per_token_loss", "use_kl_loss"),
     *("use_opsm", "use_unbiased_kl", "skip_actor_forward_only"),
@@ -57,7 +58,7 @@ ARGUMENTS: dict[str, tuple[type, Any]] = {
     "rollout_max_response_len": (int, None),
     **dict.fromkeys(("eps_clip_high", "eps_clip_c"), (float, None)),
     **{name: (str, default) for name, default in _WORDS.items()},
-    **dict.fromkeys((REDUCER, "custom_config_path", *HOOKS.values()), (str, None)),
+    **dict.fromkeys((REDUCER, REWARDS, "custom_config_path", *HOOKS.values()), (str, None)),
 }
 """The host's arguments about the loss: type and default."""
 POLICY_LOSSES = ("policy_loss", "custom_loss")
@@ -250,7 +251,7 @@ def validate_groups(args: Namespace, config: MismatchConfig, host: str) -> None:
         f"{argument} {path}": path != ours,
         f"--advantage-estimator {estimator}": estimator not in _ESTIMATORS,
         "--disable-rewards-normalization": not getattr(args, "rewards_normalization", True),
-        "--custom-reward-post-process-path": getattr(args, "custom_reward_post_process_path", None),
+        flag(REWARDS): value(args, REWARDS),
         "--disable-compute-advantages-and-returns": not getattr(args, "compute_advantages_and_returns", True),
     }
     for other in (other for other, there in instead.items() if there):

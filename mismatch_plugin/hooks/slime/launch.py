@@ -34,7 +34,6 @@ TABLE: dict[str, dict[str, Any]] = {
     flag(name): {"default": default} | ({"action": "store_true"} if kind is bool else {"type": kind})
     for name, (kind, default) in ARGUMENTS.items()
 } | {
-    "--custom-reward-post-process-path": {},
     "--disable-rewards-normalization": {"action": "store_false", "dest": "rewards_normalization"},
     "--disable-compute-advantages-and-returns": {"action": "store_false", "dest": "compute_advantages_and_returns"},
 }

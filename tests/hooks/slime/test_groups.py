@@ -155,6 +155,7 @@ def test_groups_split_over_ranks_equal_one_process(layout: str) -> None:
         ({"custom_advantage_function_path": "mine.f"}, r"--custom-advantage-function-path mine\.f makes others"),
         ({"advantage_estimator": "ppo"}, r"--advantage-estimator ppo makes others"),
         ({"rewards_normalization": False}, "--disable-rewards-normalization makes others"),
+        ({"custom_reward_post_process_path": "mine.f"}, "--custom-reward-post-process-path makes others"),
         ({"get_mismatch_metrics": False}, "skips their pass where a rollout is one step: add --get-mismatch-metrics"),
     ],
 )
