@@ -100,8 +100,8 @@ def apply(patches: Sequence[Patch], root: Path, back: bool = False) -> list[str]
             host = HOSTS.get(patch.host)
             where = f"{host.repository} at {(host.commit or host.version)[:10]}" if host else patch.host
             raise PatchError(
-                f"{path} is {state}: the patch is for {where}. Use that one, or launch through `python -m "
-                f"mismatch_plugin.launch`, which needs no patch."
+                f"{path} is {state}: the patch is for {where}. Use that one, or, for flags of slime and miles, launch "
+                f"through `python -m mismatch_plugin.launch`, which needs no patch."
             )
         if state == (RELEASED if back else APPLIED):
             said.append(f"nothing to do: {patch.file} ({state})")
@@ -121,7 +121,7 @@ def _read(path: Path) -> str:
 
 # The command ----------------------------------------------------------------------------------------------------------
 
-Host = Annotated[str, typer.Option(help=f"{', '.join(HOSTS)}.")]
+Host = Annotated[str, typer.Option(help=f"{', '.join(dict.fromkeys(patch.host for patch in manifest()))}.")]
 Root = Annotated[Path, typer.Option(help="Root of the host's checkout.", exists=True, file_okay=False)]
 Files = Annotated[list[str] | None, typer.Option("--file", help="Only this file of the host. May be repeated.")]
 Optional = Annotated[bool, typer.Option("--optional", help="The optional patches too (precision, speed).")]

@@ -67,7 +67,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Any:
     save(folder / "examples" / "configs" / "grpo_math_1B.yaml", {"loss_fn": {"token_level_loss": True}})  # NeMo-RL's
     checkouts = {
         "train.py": ray_tree(folder / "slime", "slime").parent,
-        "train_rl.py": megatron_tree(folder / "megatron", patched=True).parent,
+        "train_rl.py": megatron_tree(folder / "megatron").parent,
         "verl.trainer.main_ppo": folder,
         "examples/run_grpo.py": folder,
     }

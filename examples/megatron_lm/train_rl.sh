@@ -5,8 +5,8 @@ set -euo pipefail
 : "${MEGATRON:?folder of the Megatron-LM checkout}" "${CHECKPOINT:?folder of the pretrained checkpoint}"
 export CHECKPOINT ENV_CONFIG=${ENV_CONFIG:-examples/rl/environment_configs/dapo.yaml}
 
-# Without the patch Megatron hands the loss no mask: no metrics, and token level alone.
-mismatch-plugin patch apply --host megatron-lm --root "$MEGATRON" --optional
+# The launcher makes the patch of train_rl.py in memory. The optional one is for precision: log-probs in float32 under --bf16.
+mismatch-plugin patch apply --host megatron-lm --root "$MEGATRON" --file megatron/rl/rl_utils.py
 
 FLAGS=(
     --use-tis # algorithm 2: PPO against Megatron's own log-probs, weighted for the engine's

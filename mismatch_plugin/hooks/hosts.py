@@ -85,25 +85,6 @@ MILES = Host(
 )
 
 
-def needs_loss_mask(config: MismatchConfig) -> str:
-    """What of these settings judges whole sequences or measures, for which a loss must know which tokens train."""
-    tis, measured = config.tis, config.model_fields_set & {"report_dir", "gate_kl", "dry_run"}
-    idle = config.algorithm == 0 and not config.rejects and config.objective == "ppo"
-    needs = {
-        **{f"criterion {c.name} with a budget": True for c in config.budgets},
-        f"objective {config.objective}": config.policy_objective in ("gspo", "gmpo"),
-        f"level {tis.level}": config.weighted and not config.unit.per_token,
-        "batch normalisation": config.normalizes,
-        **{f"criterion {c.name}": not c.judges_tokens for c in config.criteria},
-        "the veto": config.rs.veto_threshold is not None,
-        "--rollout-log-prob-policy drop-sequence": config.rollout_log_prob_policy == "drop-sequence",
-        f"--mismatch-metrics {config.metrics}": config.metrics != "off" and "metrics" in config.model_fields_set,
-        **{f"--mismatch-{name.replace('_', '-')}": bool(getattr(config, name)) for name in sorted(measured)},
-        "a run that only measures": idle and not config.terms.rollout_kl_coef,
-    }
-    return ", ".join(name for name, there in needs.items() if there)
-
-
 MEGATRON_LM = Host(
     name="megatron-lm",
     title="Megatron-LM",
@@ -138,7 +119,6 @@ MEGATRON_LM = Host(
     paste="torchrun … -m mismatch_plugin.launch train_rl.py … {flags}",
     trainer="train_rl.py",
     reads=(("megatron.inference.utils", "add_inference_args"),),
-    needs_patch=needs_loss_mask,
 )
 
 _RC, _ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"

@@ -44,6 +44,8 @@ def prepare(argv: Sequence[str]) -> tuple[Target, Host, Given, Plan]:
     imported = target.imports()
     host = host_of(target.name, imported, named_host(line))
     given, plan = make_plan(host, line, target.path)
+    if plan.config is not None:
+        target = target.patched(host)
     starts = next((name for name in sorted(imported) if is_below(name, host.starters)), None)
     if plan.config and starts and given.host is None:  # before it ends what runs on the machine, as miles's scripts do
         raise ValueError(refusal(host, target.script, f"starts its trainer in another program (it imports {starts})"))

@@ -8,17 +8,22 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
+
+from mismatch_plugin.hooks.base import Host
+from mismatch_plugin.patching import manifest
 
 
 @dataclass(frozen=True)
 class Target:
-    """A script, or a module (`-m`), whose source is `path` where it can be found."""
+    """A script, or a module (`-m`), whose source is `path` where it can be found. source: what runs in its place."""
 
     name: str
     module: bool
     path: Path | None
+    source: str | None = None
 
     @property
     def script(self) -> str:
@@ -59,6 +64,23 @@ class Target:
                 found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         return found
 
+    def patched(self, host: Host) -> Target:
+        """With the host's patch of its training script made in memory, where it has one and the script has it not.
+
+        Raises: ValueError for a script that the patch is not for.
+        """
+        patch = next((patch for patch in manifest() if (patch.host, patch.file) == (host.name, host.trainer)), None)
+        text = "" if self.path is None else self.path.read_text(encoding="utf-8")
+        if patch is None or "mismatch_plugin" in text:
+            return self
+        if (source := patch.changed(text)) is None:
+            raise ValueError(
+                f"{self.path or self.name} is not the {host.trainer} that the plugin's patch is for, of "
+                f"{host.repository} at {(host.commit or '')[:10]}: use that one, or make the edits of "
+                f"patches/manifest.json in it by hand."
+            )
+        return replace(self, source=source)
+
     def put_first_on_path(self) -> None:
         """`python SCRIPT` has the script's folder first on sys.path; here the current folder is there instead."""
         if not self.module and self.path is not None:
@@ -69,7 +91,11 @@ class Target:
     def run(self, argv: Sequence[str]) -> None:
         """Run it as `python SCRIPT ARGS` or `python -m MODULE ARGS` would, in this process."""
         sys.argv = [str(self.path or self.name) if self.module else self.name, *argv]
-        if self.module:
+        if self.source is not None:
+            main = sys.modules["__main__"] = ModuleType("__main__")
+            main.__file__ = sys.argv[0]
+            exec(compile(self.source, str(self.path), "exec"), vars(main))
+        elif self.module:
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(self.name, run_name="__main__")

@@ -122,15 +122,24 @@ def test_miles(tmp_path: Path) -> None:
 
 
 def test_megatron_lm(tmp_path: Path) -> None:
-    """train_rl.sh run with a stand-in for torchrun: what it starts is parsed in a patched tree."""
-    tree, path = megatron_tree(tmp_path / "tree", patched=True).parent, EXAMPLES / "megatron_lm" / "train_rl.sh"
+    """train_rl.sh run with a stand-in for torchrun: what it starts is parsed."""
+    tree, path = megatron_tree(tmp_path / "tree").parent, EXAMPLES / "megatron_lm" / "train_rl.sh"
     model = folder(tree / "examples" / "rl" / "model_configs") / "qwen3_4b.sh"
     model.write_text(
         'MODEL_OPTIONS="--num-layers 36"\nCOMMON_OPTIONS="--tensor-model-parallel-size 1"\nENV_DEPENDENT=""'
     )
     given = {"MEGATRON": str(tree), "CHECKPOINT": "/none"}
     patch, line = run_script(path, tmp_path, given, ["mismatch-plugin", "torchrun"], "--seed", "3")
-    assert patch[1:] == ["patch", "apply", "--host", "megatron-lm", "--root", str(tree), "--optional"]
+    assert patch[1:] == [
+        "patch",
+        "apply",
+        "--host",
+        "megatron-lm",
+        "--root",
+        str(tree),
+        "--file",
+        "megatron/rl/rl_utils.py",
+    ]
     at = line.index("mismatch_plugin.launch")
     assert line[at - 1] == "-m" and line[-2:] == ["--seed", "3"]
     plan = plan_of(tree / line[at + 1], *line[at + 2 :])

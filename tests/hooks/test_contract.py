@@ -139,7 +139,7 @@ ROWS: dict[str, tuple[Callable[[Plan, Data, Tensor], Tensor], str]] = {
 
 def _plan(name: str, words: str, folder: Path) -> Plan:
     shutil.rmtree(folder / "tree", ignore_errors=True)
-    script = script_of("megatron-lm, patched" if name == "megatron-lm" else name, folder / "tree")
+    script = script_of(name, folder / "tree")
     return prepare([*script, *ROWS[name][1].split(), *words.split()])[3]
 
 

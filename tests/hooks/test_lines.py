@@ -45,8 +45,8 @@ def script_of(host: str, folder: Path) -> list[str]:
     """The beginning of a host's line, in a small tree of its own."""
     if host in ("slime", "miles"):
         return [str(ray_tree(folder, host))]
-    if host.startswith("megatron-lm"):
-        return [str(megatron_tree(folder, patched=host.endswith("patched")))]
+    if host == "megatron-lm":
+        return [str(megatron_tree(folder))]
     folder.mkdir()
     script = folder / "main.py"
     script.write_text(f"def unused():\n    import {HOSTS[host].packages[0]}.trainer\n")
@@ -192,16 +192,11 @@ NEMO = {
     "policy.max_total_sequence_length=64 --use-tis --tis-level sequence": "~! --tis-level",
     "--use-tis GENERATION.top_p=0.9": "top_p 0.9, top_k None; NeMo-RL cuts the trainer's logits | METRIC",
 }
-NO_MASK = "! no loss mask without the patch: token level only, no metrics"
-UNPATCHED = {
-    "--use-tis": f"{NO_MASK} | = 2 token | added: SWITCH",
-    "--rs-criterion token:tv:0.15@away --rs-policy current": NO_MASK,
-    "--mismatch-preset disabled": "cannot be had: a run that only measures. Apply the patch (mismatch-plugin",
+MEGATRON = {
+    "--use-tis": "= 2 token | added: SWITCH",
     "SWITCH --use-rollout-log-probs": "SWITCH weighs the loss (algorithm 2), but | choose algorithm 1: add --use-t",
     "--rl-importance-sampling-truncation-coef 2 --rs-criterion token:k2:0.5": "weighs the loss (algorithm 2), but",
     "--use-tis --no-rl-inference-logprobs-is-correction": "keeps the inference log-probs from the loss",
-}
-PATCHED = {
     "SWITCH --use-tis --grpo-clamp-eps-upper 0.3": "= 2 token truncate 0.5 2 | clip 0.01 0.3 | ~added: SWITCH",
     "--use-tis --tis-upper-bound 3 --rl-importance-sampling-truncation-coef 2": (
         "--tis-upper-bound 3.0 contradicts Megatron-LM's --rl-importance-sampling-tr"
@@ -211,7 +206,7 @@ PATCHED = {
         "objective: gspo, ratio in [0, 1.0004] | half precision | clip 1 0.0004"  # in which a response's mean is judged
     ),
     "--use-tis --tis-level sequence --bf16 --rl-use-sequence-packing": (
-        "sequence level | as in Megatron: by each micro-batch | half precision | 0.0 | ~no loss mask"
+        "sequence level | as in Megatron: by each micro-batch | half precision | 0.0"
     ),
     "--use-tis --tis-level sequence": "! --tis-level sequence over 2560 tokens",
     "--mismatch-preset disabled": "algorithm 0: PPO | = 0 token",
@@ -233,8 +228,7 @@ MILES = {
     "--use-tis": "= 2 token truncate 0.5 2 | ~sampling filter",
     "--use-tis --rollout-top-p 0.9": "top_p 0.9 without a sampling mask | in [0.9, 1] | METRIC does not show it",
 }
-TABLES = {"verl": VERL, "nemo-rl": NEMO, "megatron-lm": UNPATCHED, "megatron-lm, patched": PATCHED}
-TABLES |= {"slime": SLIME, "miles": MILES}
+TABLES = {"verl": VERL, "nemo-rl": NEMO, "megatron-lm": MEGATRON, "slime": SLIME, "miles": MILES}
 LINES = [(host, line) for host, table in TABLES.items() for line in table]
 
 

@@ -1,7 +1,6 @@
 """Megatron-LM RL (train_rl.py): drop-in `calculate_grpo_loss` and `get_logprobs`, and the flags.
 
-The patch replaces the two imports of train_rl.py and hands the loss mask over; the launcher replaces the functions in
-`megatron.rl.rl_utils` instead, and then there is no loss mask: token level only, the rest is refused.
+The patch replaces the two imports of train_rl.py and hands the loss mask over; the launcher makes it in memory.
 Nothing of Megatron is imported until a function needs it.
 """
 
@@ -9,8 +8,8 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from mismatch_plugin.hooks.megatron_rl.config import (
     IS_CORRECTION,
     describe,
     settings,
-    without_mask,
 )
 from mismatch_plugin.hooks.megatron_rl.loss import GrpoTerms, grpo_terms, pack
 from mismatch_plugin.hooks.megatron_step import MegatronStep
@@ -40,7 +38,6 @@ class _Run:
     handed_over: dict[str, Any] | None = None
     args: Namespace | None = None
     config: MismatchConfig | None = None
-    host_get_logprobs: Callable[..., Tensor] | None = None
 
     def __init__(self) -> None:
         self.step = MegatronStep(_log, is_first=_is_first)
@@ -90,29 +87,6 @@ def extra_args_provider(host_provider: Callable[[ArgumentParser], ArgumentParser
     return provider
 
 
-def install(settings_given: dict[str, Any], patched: bool) -> None:
-    """What the launcher does before train_rl.py runs: hand the settings over, and put our functions in place.
-
-    patched: train_rl.py imports them itself. Raises ValueError where this Megatron-LM has another
-    `calculate_grpo_loss`.
-    """
-    RUN.handed_over = settings_given
-    if patched:
-        return
-    rl_utils: Any = import_module("megatron.rl.rl_utils")
-    inference: Any = import_module("megatron.inference.utils")
-    theirs, ours = ([*signature(f).parameters] for f in (rl_utils.calculate_grpo_loss, calculate_grpo_loss))
-    if theirs != ours[:-1]:  # ours takes the loss mask, too
-        odd = ", ".join(sorted(set(theirs) ^ set(ours[:-1]))) or "their order"
-        raise ValueError(
-            f"this Megatron-LM's calculate_grpo_loss is not the one that the plugin replaces ({odd} differs): use "
-            f"Megatron-LM at {MEGATRON_LM.commit}, or a plugin for yours."
-        )
-    RUN.host_get_logprobs = rl_utils.get_logprobs
-    rl_utils.get_logprobs, rl_utils.calculate_grpo_loss = get_logprobs, calculate_grpo_loss
-    inference.add_inference_args = extra_args_provider(inference.add_inference_args)
-
-
 def start(args: Namespace) -> None:
     """For a patched train_rl.py, right after its arguments are parsed: refuse what cannot run, say what will.
 
@@ -142,7 +116,7 @@ def get_logprobs(model: Any, *args: Any, **kwargs: Any) -> Tensor:
     Raises ValueError where batch normalisation over the step meets another source of gradient: here its factor is known
     after the step in algorithm 2 as well.
     """
-    host = RUN.host_get_logprobs or import_module("megatron.rl.rl_utils").get_logprobs
+    host = import_module("megatron.rl.rl_utils").get_logprobs
     if not RUN.step.begun and not kwargs.get("no_grad", False):
         config, host_args = _current_settings()
         # Megatron's own count, as of its log line: `curr_iteration` is what was done before.
@@ -164,7 +138,8 @@ def calculate_grpo_loss(
     is_truncation_coef: float | None = None,
     seq_starts: Sequence[int] | None = None,
     seq_lengths: Sequence[int] | None = None,
-    loss_mask: Tensor | None = None,
+    *,
+    loss_mask: Tensor,
 ) -> GrpoTerms:
     """Megatron's `calculate_grpo_loss` with the correction; the same arguments, and the loss mask [b, s − 1].
 
@@ -172,11 +147,9 @@ def calculate_grpo_loss(
     sequences' starts and lengths in it. ε, β, entropy weight and is_truncation_coef are in the settings
     already, which `settings` read from Megatron's arguments.
     Returns six tensors of the log-probs' shape, float32 where they were half precision.
-    Raises: ValueError where a setting needs the loss mask and there is none. Host syncs and collectives: none.
+    Host syncs and collectives: none.
     """
     config, _ = _current_settings()
-    if loss_mask is None:
-        config = RUN.step.config = without_mask(config)
     packed = pack(
         config,
         old=old_logprobs.to(current_logprobs.device),
@@ -222,8 +195,7 @@ FLAGS = frozenset(TABLE)
 def plan(host: Host, given: Given, script: Path | None) -> Plan:
     """The run of train_rl.py.
 
-    Raises: ValueError where Megatron's own correction flags and ours disagree, and, in a tree that is not patched,
-    where a setting needs the loss mask, or nothing would be corrected or measured without it.
+    Raises: ValueError where Megatron's own correction flags and ours disagree.
     """
     if not given.flags:
         return Plan.untouched(host, given)
@@ -240,11 +212,8 @@ def plan(host: Host, given: Given, script: Path | None) -> Plan:
                 f"{flag} weighs the loss (algorithm 2), but the plugin's flags choose algorithm "
                 f"{given.config.algorithm}: add --use-tis, or leave {flag} out (the launcher adds what it needs)."
             )
-    patched = script is not None and b"mismatch_plugin" in script.read_bytes()
     added = () if corrects else (IS_CORRECTION,)
     args.rl_inference_logprobs_is_correction, args.mismatch_settings = True, given.settings
     config = settings(args)
-    if not patched:
-        without_mask(config)
-    lines = describe(config, args, masked=patched)
-    return Plan((*given.host_argv, *added), added, tuple(lines), lambda: install(given.settings, patched), config)
+    lines = tuple(describe(config, args))
+    return Plan((*given.host_argv, *added), added, lines, partial(setattr, RUN, "handed_over", given.settings), config)

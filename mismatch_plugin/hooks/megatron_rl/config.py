@@ -1,4 +1,4 @@
-"""What Megatron-LM RL's own arguments and ours say together, which of them need its loss mask, the start-up block."""
+"""What Megatron-LM RL's own arguments and ours say together, and the start-up block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mismatch_plugin.config.flags import given_flags
 from mismatch_plugin.config.values import ignore_mismatch_warnings, lower_epsilon
 from mismatch_plugin.data.sampling import filter_bias
 from mismatch_plugin.hooks.base import block_lines, resolve
-from mismatch_plugin.hooks.hosts import MEGATRON_LM, needs_loss_mask
+from mismatch_plugin.hooks.hosts import MEGATRON_LM
 
 IS_CORRECTION = "--rl-inference-logprobs-is-correction"
 COEFFICIENT = "--rl-importance-sampling-truncation-coef"
@@ -60,8 +60,8 @@ def settings(args: Namespace) -> MismatchConfig:
     return config
 
 
-def describe(config: MismatchConfig, host_args: Namespace, masked: bool = True) -> list[str]:
-    """Lines for the start-up block. masked: the loss mask reaches the loss (patched tree)."""
+def describe(config: MismatchConfig, host_args: Namespace) -> list[str]:
+    """Lines for the start-up block."""
 
     def on(name: str) -> bool:
         return bool(getattr(host_args, name, False))
@@ -83,7 +83,6 @@ def describe(config: MismatchConfig, host_args: Namespace, masked: bool = True) 
         bias += ". Megatron-LM RL passes no mask on: leave --rl-default-top-p and --rl-default-top-k out"
     temperature = getattr(host_args, "rl_default_temperature", 1.0)
     notes = {
-        "no loss mask without the patch: token level only, no metrics": not masked,
         f"log-probs are {HALF_PRECISION}; nothing to do where that is done": (on("bf16") or on("fp16"))
         and sums_tokens(config),
         f"temperature {temperature:g}: Megatron-LM RL divides no logits by it, so ratios hold for raw ones": (
@@ -106,16 +105,3 @@ def sums_tokens(config: MismatchConfig) -> bool:
     """True where log-ratios are added up over a sequence, and rounding with them, or GSPO's narrow clip sees it."""
     weights = config.weighted and config.unit.multiplies
     return weights or config.policy_objective == "gspo" or any(c.unit.multiplies for c in config.criteria)
-
-
-def without_mask(config: MismatchConfig) -> MismatchConfig:
-    """The configuration of a loss that is not told which tokens train: metrics off.
-
-    Raises: ValueError where a setting judges whole sequences or counts tokens, or nothing would be corrected.
-    """
-    if needs := needs_loss_mask(config):
-        raise ValueError(
-            f"Megatron-LM RL passes no loss mask to its loss, and without it this cannot be had: {needs}. Apply the "
-            f"patch (mismatch-plugin patch apply --host megatron-lm --root DIR), or leave it out."
-        )
-    return config if config.metrics == "off" else config.model_copy(update={"metrics": "off"})

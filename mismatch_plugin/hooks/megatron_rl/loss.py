@@ -63,7 +63,7 @@ def pack(
     old: Tensor,
     rollout: Tensor | None,
     advantages: Tensor,
-    loss_mask: Tensor | None,
+    loss_mask: Tensor,
     seq_starts: Sequence[int] | None,
     seq_lengths: Sequence[int] | None,
 ) -> PackedSequences:
@@ -77,9 +77,7 @@ def pack(
     Raises: ValueError where there is not one advantage a sequence, or the bin's starts and lengths do not fit it.
     """
     (batch, width), device = old.shape, old.device
-    mask = torch.ones(batch * width, dtype=torch.bool, device=device)
-    if loss_mask is not None:
-        mask = loss_mask.reshape(-1).to(device) != 0
+    mask = loss_mask.reshape(-1).to(device) != 0
     per_sequence, lengths = advantages.reshape(-1), (width,) * batch
     if seq_starts is not None and seq_lengths is not None:
         lengths = bin_lengths(seq_starts, seq_lengths, width)
@@ -97,7 +95,7 @@ def pack(
     if rollout is not None and seq_starts is not None:
         packed = packed.replace(rollout_log_probs=_unreported(rollout, old, packed, config))
     positions = None
-    if config.metrics == "full" and loss_mask is not None:  # by position in the response, not in the row
+    if config.metrics == "full":  # by position in the response, not in the row
         before = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.cumsum(0)])
         positions = before[:-1] - before[packed.offsets[:-1]][packed.sequence_index]
     return packed.replace(advantages=per_sequence.to(device, old.dtype)[packed.sequence_index], positions=positions)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mismatch_plugin.patching import patches_of
+
 ROOT = Path(__file__).parents[3]
 
 # The flags about the loss that slime and miles declare, with plain add_argument: a second declaration would raise.
@@ -76,16 +78,6 @@ if __name__ == "__main__":
     args = parse_args()
     print("GIVEN " + json.dumps({"args": vars(args), "argv": sys.argv, "path": sys.path[0], "name": __name__}))
 """
-_MEGATRON_UTILS = """
-def get_logprobs(model, tokens, position_ids, no_grad=False, sequence_packing=False, packed_seq_params=None):
-    return "host"
-
-
-def calculate_grpo_loss(current_logprobs, old_logprobs, ref_logprobs, advantages, clamp_eps_lower, clamp_eps_upper,
-                        kl_beta, entropy_weight, inference_logprobs=None, is_truncation_coef=None, seq_starts=None,
-                        seq_lengths=None):
-    return "host"
-"""
 _MEGATRON_INFERENCE = """
 def add_inference_args(parser):
     parser.add_argument("--model-provider", default="gpt")
@@ -95,11 +87,26 @@ _MEGATRON_SCRIPT = """
 import argparse
 import json
 import sys
-from megatron.rl import rl_utils
-from megatron.rl.rl_utils import calculate_grpo_loss, get_logprobs
+from megatron.rl.rl_utils import (
+    calculate_grpo_loss,
+    get_logprobs,
+    get_rl_runtime_state,
+    load_packed_data_by_index,
+)
 
 
-def parse_args(extra_args_provider):
+def forward_step(loss_mask, seq_lengths):
+    if True:
+        if True:
+            loss = (
+                calculate_grpo_loss(
+                    seq_lengths=seq_lengths,
+                )
+            )
+            output_tensor = loss
+
+
+def parse_and_validate_args(extra_args_provider, args_defaults):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     on_off = argparse.BooleanOptionalAction
     parser.add_argument("--rl-inference-logprobs-is-correction", action=on_off, default=False)
@@ -114,7 +121,10 @@ def parse_args(extra_args_provider):
 if __name__ == "__main__":
     from megatron.inference.utils import add_inference_args
 
-    args = parse_args(add_inference_args)
+    args = parse_and_validate_args(
+        extra_args_provider=add_inference_args,
+        args_defaults={},
+    )
     functions = [calculate_grpo_loss.__module__, get_logprobs.__module__]
     print("GIVEN " + json.dumps({"args": vars(args), "argv": sys.argv, "functions": functions}))
 """
@@ -142,19 +152,14 @@ def ray_tree(folder: Path, host: str, patched: bool = False) -> Path:
     return _write(folder / "train.py", _RAY_SCRIPT.replace("HOST", host))
 
 
-def megatron_tree(folder: Path, patched: bool = False, parameters: str = "") -> Path:
-    """A tree of Megatron-LM RL; returns its train_rl.py. parameters: more of them on its calculate_grpo_loss."""
+def megatron_tree(folder: Path, patched: bool = False) -> Path:
+    """A tree of Megatron-LM RL; returns its train_rl.py. patched: as the patch leaves it."""
     _write(folder / "megatron" / "core" / "package_info.py", "MAJOR = 0\nMINOR = 20\nPATCH = 0\n")
-    loss = _MEGATRON_UTILS.replace("seq_lengths=None)", f"seq_lengths=None{parameters})")
-    _write(folder / "megatron" / "rl" / "rl_utils.py", loss)
+    names = ("get_logprobs", "calculate_grpo_loss", "get_rl_runtime_state", "load_packed_data_by_index")
+    _write(folder / "megatron" / "rl" / "rl_utils.py", "".join(f"def {name}():\n    pass\n\n" for name in names))
     _write(folder / "megatron" / "inference" / "utils.py", _MEGATRON_INFERENCE)
-    script = _MEGATRON_SCRIPT
-    if patched:
-        hooks = "mismatch_plugin.hooks"
-        ours = f"from {hooks} import megatron_rl as mismatch\nfrom {hooks}.megatron_rl import"
-        script = script.replace("from megatron.rl.rl_utils import", ours)
-        script = script.replace("(add_inference_args)", "(mismatch.extra_args_provider(add_inference_args))")
-    return _write(folder / "train_rl.py", script)
+    (patch,) = patches_of("megatron-lm", ["train_rl.py"])
+    return _write(folder / "train_rl.py", (patch.changed(_MEGATRON_SCRIPT) or "") if patched else _MEGATRON_SCRIPT)
 
 
 def launch(script: Path, line: str, *more: str, env: dict[str, str] | None = None) -> Outcome:

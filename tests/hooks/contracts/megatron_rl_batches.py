@@ -77,7 +77,7 @@ def whole_sequences(data: dict[str, Tensor], place: dict[str, Any]) -> list[tupl
 
 
 def run_loss(
-    config: mp.MismatchConfig, data: dict[str, Tensor], place: dict[str, Any], masked: bool = True
+    config: mp.MismatchConfig, data: dict[str, Tensor], place: dict[str, Any]
 ) -> tuple[GrpoTerms, Tensor, Statistics]:
     """(terms, gradient of the masked sum as Megatron's loss_func forms it, statistics)."""
     current = data["current"].clone().requires_grad_()
@@ -86,7 +86,7 @@ def run_loss(
         old=data["old"],
         rollout=data.get("rollout"),
         advantages=data["advantages"],
-        loss_mask=data["mask"] if masked else None,
+        loss_mask=data["mask"],
         **place,
     )
     weights = config.terms.model_copy(update={"entropy_coef": CLIP.entropy_weight})

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import mismatch_plugin as mp
 from examples.benchmarks.counting import OperationCounter
-from mismatch_plugin.hooks.megatron_rl.config import without_mask
 from mismatch_plugin.hooks.megatron_rl.loss import bin_lengths
 from tests.hooks.contracts.megatron_rl_batches import (
     ALGORITHMS,
@@ -204,31 +203,3 @@ def test_half_precision_is_widened_and_rows_are_not_synced() -> None:
     with OperationCounter() as counter:
         found = run_loss(config, wide, place)[0]
     assert torch.equal(terms.loss, found.loss) and counter.syncs == []
-
-
-# Without a loss mask --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("algorithm", "123")  # 0 alone would neither correct nor measure
-def test_token_level_needs_no_mask(algorithm: str) -> None:
-    config = without_mask(make_config(**ALGORITHMS[algorithm]))
-    for layout in LAYOUTS.values():
-        data, place = layout()
-        (masked, gradient, _), (bare, other, _) = (run_loss(config, data, place, given) for given in (True, False))
-        torch.testing.assert_close(bare.loss * data["mask"], masked.loss * data["mask"], rtol=0, atol=0)
-        assert torch.equal(gradient, other)
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"use_tis": True, "tis": {"batch_normalize": True}}, "batch normalisation"),
-        ({"rs": {"criteria": ["sequence_max:k2:0.5"], "veto_threshold": 1e-4}}, "criterion sequence_max_k2, the veto"),
-        ({"rollout_log_prob_policy": "drop-sequence", "objective": "gspo"}, "objective gspo.*drop-sequence"),
-        ({"report_dir": "runs", "gate_kl": 1e-3, "metrics": "full"}, "-metrics full, --mismatch-gate-kl.*-report-dir"),
-        ({"rs": {"criteria": ["token:k2:0.5"]}, "dry_run": True}, "--mismatch-dry-run"),
-    ],
-)
-def test_the_rest_needs_it(settings: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=rf"without it this cannot be had: .*{named}.*patch apply --host megatron"):
-        without_mask(make_config(**settings))
