@@ -22,9 +22,8 @@ from itertools import chain
 from mismatch_plugin.hooks.base import Given, Host, Plan, start_block, stop
 from mismatch_plugin.hooks.hosts import HOSTS, find_host
 from mismatch_plugin.launch import patched
-from mismatch_plugin.launch.command_line import HOST_FLAG, divide, help_text, make_plan, named_host
+from mismatch_plugin.launch.command_line import HOST_FLAG, Target, divide, help_text, is_below, make_plan, named_host
 from mismatch_plugin.launch.guard import Guard, refusal
-from mismatch_plugin.launch.script import Target, is_below
 
 LAUNCHED = [host.name for host in HOSTS.values() if host.launch]
 _COMMAND = "python -m mismatch_plugin.launch"

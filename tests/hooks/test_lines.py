@@ -15,8 +15,7 @@ import pytest
 
 from mismatch_plugin.hooks.hosts import HOSTS
 from mismatch_plugin.hooks.tree import put, read_overrides, text
-from mismatch_plugin.hooks.verl import config as verl_settings
-from mismatch_plugin.hooks.verl import launch as verl
+from mismatch_plugin.hooks.verl import config as verl
 from mismatch_plugin.launch.__main__ import prepare
 from tests.hooks.contracts.launch_trees import launch, megatron_tree, ray_tree
 
@@ -67,7 +66,7 @@ def said(host: str, line: str, folder: Path) -> str:
         return f"refused: {error}"
     config = plan.config
     if host == "verl" and plan.added:
-        config = verl_settings.check_tree(composed(plan.argv))
+        config = verl.check_tree(composed(plan.argv))
         assert config is not None
         assert sum(token.startswith(SHORT["MODE"]) for token in plan.argv) <= 1  # ours stands in the place of verl's
     lines = [*plan.lines, f"added: {' '.join(plan.added)}"]

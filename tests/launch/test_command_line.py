@@ -10,8 +10,7 @@ import pytest
 from mismatch_plugin.hooks.base import Given
 from mismatch_plugin.hooks.hosts import HOSTS
 from mismatch_plugin.launch.__main__ import host_of, main, prepare
-from mismatch_plugin.launch.command_line import help_text, read_command_line
-from mismatch_plugin.launch.script import Target
+from mismatch_plugin.launch.command_line import Target, help_text, read_command_line
 from tests.hooks.contracts.launch_trees import ROOT, launch, ray_tree
 
 # Tokens ---------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """NeMo-RL: a loss object in the place of the one that GRPO's `setup` makes."""
 
-from mismatch_plugin.hooks.nemo_rl.adapter import MismatchLoss, install
-from mismatch_plugin.hooks.nemo_rl.config import describe, settings
+from mismatch_plugin.hooks.nemo_rl.adapter import MismatchLoss, describe, install, settings
 
 __all__ = ["MismatchLoss", "describe", "install", "settings"]

@@ -28,8 +28,7 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core import groups as group_means
 from mismatch_plugin.core.correction import correct
 from mismatch_plugin.hooks.slime import samples
-from mismatch_plugin.hooks.slime.adapter import RayAdapter
-from mismatch_plugin.hooks.slime.batch import pack_local
+from mismatch_plugin.hooks.slime.adapter import RayAdapter, pack_local
 from mismatch_plugin.hooks.slime.samples import keep_served as keep_served
 from mismatch_plugin.hooks.slime.versions import Versions
 from mismatch_plugin.parallel.groups import ParallelGroups

@@ -9,10 +9,8 @@ masks, which are the rollout's own tensors.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +20,9 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.data.versions import INITIAL_VERSION
 from mismatch_plugin.hooks.base import wrap_once
-from mismatch_plugin.hooks.slime.config import set_hook
+from mismatch_plugin.hooks.slime.config import VERSIONS_PATCH, set_hook
 
 _KEY = "weight_versions"
-_PATCH = "mismatch-plugin patch apply --host slime --file slime/ray/rollout.py --root DIR"
 
 
 @dataclass(eq=False)
@@ -85,7 +82,7 @@ class Versions:
                 self.failure = f"sample {name}: {error}"
                 return
             if oldest is None and bool((mask != 0).any()):
-                patch = f"apply the patch ({_PATCH}), and " if self.host == "slime" else ""
+                patch = f"apply the patch ({VERSIONS_PATCH}), and " if self.host == "slime" else ""
                 self.failure = (
                     f"sample {name} has no weight version (Sample.weight_versions): {patch}let a custom generate "
                     f"function call Sample.update_from_meta_info with SGLang's meta_info, or leave --rs-max-staleness "
@@ -121,14 +118,3 @@ def _number(version: Any) -> int:
     if not str(version).isdecimal():
         raise ValueError(f"weight version {version!r} is not the number of an update: leave --rs-max-staleness out.")
     return int(version)
-
-
-def validate_versions_kept(host: str, script: Path | None) -> None:
-    """Raise ValueError where slime's tree, that of the script or one on sys.path, drops the versions of its samples."""
-    roots = [*([] if script is None else [script.parent]), *map(Path, sys.path)]
-    path = next((path for root in roots if (path := root / "slime/ray/rollout.py").is_file()), None)
-    if host == "slime" and path is not None and f'"{_KEY}"' not in path.read_text(encoding="utf-8"):
-        raise ValueError(
-            f"--rs-max-staleness needs the weight versions of samples, which slime drops on the way to the trainer: "
-            f"apply the patch ({_PATCH}), or leave it out."
-        )

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import mismatch_plugin as mp
 from mismatch_plugin.hooks import slime
-from mismatch_plugin.hooks.slime.batch import pack_local
+from mismatch_plugin.hooks.slime.adapter import pack_local
 from mismatch_plugin.parallel.groups import ParallelGroups
 from tests.distributed.launch import launch
 from tests.hooks.contracts.slime_data import (

@@ -16,7 +16,7 @@ from mismatch_plugin.hooks import miles, slime
 from mismatch_plugin.hooks.base import Plan
 from mismatch_plugin.hooks.hosts import find_host
 from mismatch_plugin.hooks.slime.adapter import RayAdapter
-from mismatch_plugin.hooks.slime.launch import TABLE
+from mismatch_plugin.hooks.slime.config import TABLE
 from mismatch_plugin.hooks.slime.samples import OWN_SOURCE
 from mismatch_plugin.launch.__main__ import prepare
 from mismatch_plugin.launch.command_line import read_command_line

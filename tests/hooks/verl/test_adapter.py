@@ -17,14 +17,14 @@ import mismatch_plugin as mp
 from examples.benchmarks.counting import count
 from mismatch_plugin.hooks.base import wrap_once
 from mismatch_plugin.hooks.verl import settings
-from mismatch_plugin.hooks.verl.config import check_tree
-from mismatch_plugin.hooks.verl.driver import (
+from mismatch_plugin.hooks.verl.adapter import (
     begin_tracking,
     compute_advantage,
     correct_rollout_batch,
     log_step,
     pack_trained,
 )
+from mismatch_plugin.hooks.verl.config import check_tree
 from mismatch_plugin.hooks.verl.loss import verl_token_loss as token_loss
 from mismatch_plugin.report.log import read_steps
 
