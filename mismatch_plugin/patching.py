@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -28,8 +27,8 @@ APPLIED, RELEASED, OTHER = "applied", "not applied", "another version"
 """What a file is, as seen by its patch."""
 
 
-class PatchError(ValueError):
-    """A tree to which a patch does not apply."""
+class PatchError(typer.BadParameter):
+    """A tree to which a patch does not apply, or a host without one: one sentence, and the command exits 2."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +133,10 @@ def check_command(host: Host, root: Root) -> None:
     Exits 1 where one that is not optional can neither be applied nor is.
     """
     failed = False
-    with _told():
-        for patch in patches_of(host, optional=True):
-            state = state_of(patch, root)
-            typer.echo(f"{patch.file}{' (optional)' if patch.optional else ''}: {state}\n  {patch.why}")
-            failed |= state == OTHER and not patch.optional
+    for patch in patches_of(host, optional=True):
+        state = state_of(patch, root)
+        typer.echo(f"{patch.file}{' (optional)' if patch.optional else ''}: {state}\n  {patch.why}")
+        failed |= state == OTHER and not patch.optional
     if failed:
         raise typer.Exit(1)
 
@@ -146,24 +144,12 @@ def check_command(host: Host, root: Root) -> None:
 @app.command("apply")
 def apply_command(host: Host, root: Root, file: Files = None, optional: Optional = False) -> None:
     """Apply the patches of a host; what is applied already stays."""
-    with _told():
-        typer.echo("\n".join(apply(patches_of(host, file or (), optional), root)))
+    typer.echo("\n".join(apply(patches_of(host, file or (), optional), root)))
 
 
 @app.command("revert")
 def revert_command(host: Host, root: Root) -> None:
     """Take the patches of a host back, the optional ones too."""
-    with _told():
-        # An optional file that was never patched must not stop the others.
-        chosen = [p for p in patches_of(host, optional=True) if not p.optional or state_of(p, root) == APPLIED]
-        typer.echo("\n".join(apply(chosen, root, back=True)))
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """A PatchError becomes one sentence on stderr and exit status 2."""
-    try:
-        yield
-    except PatchError as error:
-        typer.echo(f"mismatch-plugin patch: {error}", err=True)
-        raise typer.Exit(2) from None
+    # An optional file that was never patched must not stop the others.
+    chosen = [p for p in patches_of(host, optional=True) if not p.optional or state_of(p, root) == APPLIED]
+    typer.echo("\n".join(apply(chosen, root, back=True)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -22,14 +22,14 @@ from mismatch_plugin.config.settings import ALGORITHM_NAMES, Settings
 from mismatch_plugin.config.values import MismatchWarning, dotted_fields_set, merge
 
 
-class _Once(Namespace):
+class Once(Namespace):
     """Refuses a flag with two values, of which argparse would take the last."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         before = getattr(self, name, None)
         if before is not None and before != value and not isinstance(value, list):  # those that may be repeated
             flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} {value} contradicts {flag} {before}, give it once")
+            raise ArgumentError(None, f"{flag} {value} contradicts {flag} {before}, give it once")
         super().__setattr__(name, value)
 
 
@@ -189,7 +189,7 @@ class MismatchConfig(Settings):
         parser = ArgumentParser(prog=where, add_help=False, allow_abbrev=False, exit_on_error=False)
         add_arguments(parser)
         try:
-            known, words_left = parser.parse_known_args(list(words), _Once())
+            known, words_left = parser.parse_known_args(list(words), Once())
         except (Exception, SystemExit) as error:
             raise ValueError(f"{where}: {error}.") from None
         if words_left:

@@ -350,11 +350,15 @@ def settled(settle: Callable[[Namespace], None]) -> Callable[..., Namespace]:
 _OWN = "mismatch_plugin_wraps"
 
 
-def wrapped_by(around: Callable[..., Any], found: Any) -> Callable[..., Any]:
-    """A function whose calls go through `around(own, *args, **kwargs)`, own being the host's `found`.
+def wrap_once(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Let calls of `owner.name` go through `around(own, *args, **kwargs)`, own being the host's function.
 
     The same `around` a second time takes the place of the first.
+    owner: a class, or a module (itself, or its dotted name); then modules of its package, and the script, that have
+    imported the function by name get it too.
     """
+    owner = import_module(owner) if isinstance(owner, str) else owner
+    found = getattr(owner, name)
     kind = getattr(around, "func", around).__qualname__
     ours, own, before = getattr(found, _OWN, (None, None, ""))
     if ours is not found or before != kind:  # the host may have wrapped ours, and copied its attributes
@@ -366,18 +370,6 @@ def wrapped_by(around: Callable[..., Any], found: Any) -> Callable[..., Any]:
     if own is not None:  # a function that may be missing, such as megatron's finalize_model_grads_func
         wraps(own)(wrapped)
     setattr(wrapped, _OWN, (wrapped, own, kind))
-    return wrapped
-
-
-def wrap_once(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Put `wrapped_by(around, …)` in the place of `owner.name`.
-
-    owner: a class, or a module (itself, or its dotted name); then modules of its package, and the script, that have
-    imported the function by name get it too.
-    """
-    owner = import_module(owner) if isinstance(owner, str) else owner
-    found = getattr(owner, name)
-    wrapped = wrapped_by(around, found)
     setattr(owner, name, wrapped)
     if isinstance(owner, ModuleType):
         package = owner.__name__.split(".")[0]

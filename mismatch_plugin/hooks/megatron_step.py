@@ -37,7 +37,6 @@ class MegatronStep:
     log: log(args, metrics, number, first) hands a step's metrics to the host's tracker, on every rank of the last
     pipeline stage; first: whether this rank is the one that speaks for all, as `is_first` says.
     writes: whether this process writes the run's files, of those that are first.
-    whole_steps: what to do where nothing begins a step, for errors; of `config` it wants the whole step.
     config, step: of the one in progress; step on the last pipeline stage alone.
     metrics: of the last step that ended, on the ranks of that stage.
     rollout_metrics: of the rollout whose steps these are, reported with each of them.
@@ -48,7 +47,6 @@ class MegatronStep:
     log: Callable[[Any, dict[str, float], int, bool], None]
     is_first: Callable[[ParallelGroups], bool] = lambda groups: groups.is_first_of_stage
     writes: Callable[[Any], bool] = lambda args: True
-    whole_steps: str = "start through `python -m mismatch_plugin.launch`"
     config: MismatchConfig | None = None
     step: Step | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -58,7 +56,6 @@ class MegatronStep:
     _prepared: list[Step] = field(default_factory=list)
     _begun: tuple[Any, ParallelGroups, int] | None = None
     _seen: list[object] = field(default_factory=list)
-    _told_scope: bool = False
 
     def prepare(
         self, config: MismatchConfig, groups: ParallelGroups, rollout: StepKind, data: Sequence[PackedSequences]
@@ -124,23 +121,9 @@ class MegatronStep:
     def factor(self, config: MismatchConfig) -> Tensor | float | None:
         """What to pass as `batch_factor`: the step's mean weight, or 1 where gradients are divided by it at the end.
 
-        None, the mean of the micro-batch alone, where that is the widest there is: scope auto where no step is begun.
+        None, the mean of the micro-batch alone, where no step is begun.
         """
-        if not config.normalizes_step:
-            return None
-        if self.step is None:
-            if config.tis.batch_normalize_scope == "step":
-                raise ValueError(
-                    f"batch normalisation over the step needs the hooks around it: {self.whole_steps}, or choose "
-                    f"--tis-batch-normalize-scope micro_batch."
-                )
-            if not self._told_scope:
-                self._told_scope = True
-                logger.warning(
-                    "batch normalisation runs over each micro-batch; for the whole step %s.", self.whole_steps
-                )
-            return None
-        return self.step.batch_factor
+        return self.step.batch_factor if self.step is not None and config.normalizes_step else None
 
     def add(self, statistics: Statistics, micro_batch: object = None) -> None:
         """Merge a micro-batch's statistics; once, though a host that recomputes its loss passes the same one twice.
@@ -155,17 +138,10 @@ class MegatronStep:
         """`add` of the correction's statistics. Returns the loss [T] as it came.
 
         Without a step, whose end would raise for invalid rollout log-probs, these turn the loss into NaN: never silent.
-        A gate or a budget without a step is a ValueError.
         """
         if self.step is not None:
             self.add(correction.statistics, micro_batch)
             return loss_T
-        if config.gate_kl is not None:
-            raise ValueError(f"--mismatch-gate-kl judges a whole step, known only to its hooks: {self.whole_steps}.")
-        if config.budgets:
-            raise ValueError(
-                f"a budget of rs.criteria reads the step before, known to hooks alone: {self.whole_steps}."
-            )
         defective = correction.tokens.stopping(config)
         if defective is None or config.rollout_log_prob_policy != "error":
             return loss_T

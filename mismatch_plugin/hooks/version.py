@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,42 +16,35 @@ from pathlib import Path
 from mismatch_plugin.hooks.base import Host
 
 
-@dataclass(frozen=True)
-class HostVersion:
-    """version: as the host declares it. commit: 40 hex digits. Each None where it cannot be read."""
-
-    version: str | None
-    commit: str | None
-
-    def __str__(self) -> str:
-        at = "" if self.commit is None else f" at {self.commit[:10]}"
-        return f"{self.version or 'of unknown version'}{at}"
-
-
 def version_line(host: Host, folders: Sequence[Path] = ()) -> str:
     """One line for the start-up block: the host's version, and whether it is the tested one.
 
     folders: looked at before what is installed, as sys.path will have them.
     """
-    tested, root = HostVersion(host.version, host.commit), _holder(host.inside, folders)
+    tested, root = _shown(host.version, host.commit), _holder(host.inside, folders)
     if root is None:
         return (
             f"! host: {host.name} is not found here: install it in this Python, or put its checkout on PYTHONPATH. The "
             f"plugin was tested with {tested}"
         )
-    found = read_version(host, root)
-    by_commit = found.commit is not None and tested.commit is not None
-    if found.commit == tested.commit if by_commit else found.version == tested.version:
-        return f"host: {host.name} {found}, the tested version"
+    version, commit = read_version(host, root)
+    found = f"{host.name} {_shown(version, commit)}"
+    if commit == host.commit if commit and host.commit else version == host.version:
+        return f"host: {found}, the tested version"
     return (
-        f"! host: {host.name} {found} is not the tested version, {tested}. Use that one, or look at the loss and the "
-        f"metrics of the first steps before a long run"
+        f"! host: {found} is not the tested version, {tested}. Use that one, or look at the loss and the metrics of "
+        f"the first steps before a long run"
     )
 
 
-def read_version(host: Host, root: Path) -> HostVersion:
-    """What the tree at `root` is: a checkout, or the folder in which the host is installed."""
-    return HostVersion(_declared(root / host.version_file) or _installed(host, root), _checked_out(root))
+def _shown(version: str | None, commit: str | None) -> str:
+    return (version or "of unknown version") + (f" at {commit[:10]}" if commit else "")
+
+
+def read_version(host: Host, root: Path) -> tuple[str | None, str | None]:
+    """(version as the host declares it, commit in 40 hex digits) of a checkout or of the folder in which the host is
+    installed, each None where it cannot be read."""
+    return _declared(root / host.version_file) or _installed(host, root), _checked_out(root)
 
 
 def _holder(inside: str, folders: Sequence[Path]) -> Path | None:
@@ -71,9 +63,9 @@ def _declared(path: Path) -> str | None:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return None
-    parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE)\s*=\s*[\"']?([\w.]*)", text, re.MULTILINE))
-    if {"MAJOR", "MINOR", "PATCH"} <= parts.keys():
-        return f"{parts['MAJOR']}.{parts['MINOR']}.{parts['PATCH']}{parts.get('PRE_RELEASE', '')}"
+    parts = re.findall(r"^(?:MAJOR|MINOR|PATCH|PRE_RELEASE)\s*=\s*[\"']?([\w.]*)", text, re.MULTILINE)
+    if len(parts) > 2:
+        return ".".join(parts[:3]) + "".join(parts[3:])
     found = re.search(r"\b(?:__)?version(?:__)?\s*=\s*[\"']([^\"']+)[\"']", text) or re.fullmatch(
         r"\s*(\d[\w.+-]*)\s*", text
     )

@@ -9,7 +9,7 @@ import os
 import runpy
 import sys
 import warnings
-from argparse import SUPPRESS, ArgumentParser
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -19,6 +19,7 @@ from typing import Any
 
 from mismatch_plugin.config import MismatchConfig, MismatchWarning
 from mismatch_plugin.config.flags import add_arguments, underscored_spellings
+from mismatch_plugin.config.model import Once
 from mismatch_plugin.hooks.base import Given, Host, Parser, Plan, peek
 from mismatch_plugin.hooks.version import version_line
 from mismatch_plugin.patching import manifest
@@ -73,11 +74,9 @@ def read_command_line(argv: Sequence[str], host_flags: Collection[str] = ()) -> 
             raise ValueError(f"{token} stands behind --, where it would not be read: put it before the --.")
     for token in (*theirs, *rest):
         _validate_spelling(token.partition("=")[0], known, host_flags)
-    _validate_single_values(parser, ours)
-    namespace = parser.parse_args(list(chain(*ours)))
+    namespace = parser.parse_args(list(chain(*ours)), Once())
     host, explain_only = namespace.mismatch_host, bool(namespace.mismatch_explain_only)
-    namespace.mismatch_explain_only = None
-    config = MismatchConfig.from_args(namespace)
+    config = MismatchConfig.from_args(Namespace(**vars(namespace) | {"mismatch_explain_only": None}))
     first = {action.dest: action.option_strings[0] for action in reversed(parser._actions)}  # underscores come behind
     spelled = dict.fromkeys(first[_action(parser, tokens[0]).dest] for tokens in ours)
     flags = tuple(flag for flag in spelled if flag not in _OF_THE_LAUNCHER)
@@ -148,19 +147,6 @@ def _validate_spelling(flag: str, known: Sequence[str], host_flags: Collection[s
     meant = difflib.get_close_matches(plain, [*known, *host_flags], n=1, cutoff=0.5)
     fix = f"did you mean {meant[0]}?" if meant else "mismatch-plugin has no such flag."
     raise ValueError(f"{flag} is unknown: {fix} (The host would ignore it, or stop.)")
-
-
-def _validate_single_values(parser: ArgumentParser, ours: list[list[str]]) -> None:
-    """Scripts that add flags up would run with the last one silently."""
-    once: dict[str, tuple[str, Any]] = {}
-    for tokens in ours:
-        flag, action = tokens[0].partition("=")[0], _action(parser, tokens[0])
-        if type(action).__name__ == "_AppendAction":
-            continue
-        value = getattr(parser.parse_args(tokens), action.dest)
-        before, there = once.setdefault(action.dest, (flag, value))
-        if there is not value and there != value:  # NaN is no other than itself here; the settings refuse it
-            raise ValueError(f"{flag} {value} contradicts {before} {there}: give it once.")
 
 
 # The script -----------------------------------------------------------------------------------------------------------

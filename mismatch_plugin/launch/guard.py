@@ -2,8 +2,7 @@
 
 What the launcher changes holds in its own process. Until the host has read its command line there, a Python audit hook
 looks at every program that the script starts and ends the run before the first that looks like a trainer. What no event
-tells (a job submitted over HTTP) is found when the script has ended and `Guard.read` is still false. Nothing of the
-launcher runs after `os._exit` and `os.exec*`: both are refused until then.
+tells (a job submitted over HTTP) is found when the script has ended and `Guard.read` is still false.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from mismatch_plugin.hooks.base import Host, wrap_once
 
@@ -43,7 +42,7 @@ class Guard:
 
     def __init__(self, host: Host, script: str, stops: bool) -> None:
         self.host, self.script, self.stops = host, script, stops
-        self.read, self.process = False, os.getpid()
+        self.read = False
 
     def watch(self) -> None:
         """Note the first call of what the host declares as `reads`, and listen. Both stay until the process ends.
@@ -53,14 +52,6 @@ class Guard:
         for module, name in self.host.reads:
             wrap_once(module, name, self._note)
         sys.addaudithook(self._hear)
-        leave = os._exit
-
-        def exit_process(status: int) -> NoReturn:
-            if self._unread() and not status:
-                print(f"mismatch_plugin: {self.never_read()}", file=sys.stderr, flush=True)
-            leave(status or 2 * self._unread())
-
-        os._exit = exit_process
 
     def never_read(self) -> str:
         """One sentence for a script that has ended."""
@@ -68,10 +59,6 @@ class Guard:
             f"{self.script} has ended and never read {self.host.name}'s command line in this process, so that the "
             f"plugin's flags did nothing: put the launcher before the script that trains."
         )
-
-    def _unread(self) -> bool:
-        """True in the launcher's own process (what it forks may end as it likes) until the command line was read."""
-        return not self.read and os.getpid() == self.process
 
     def _note(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.read = True
@@ -82,8 +69,7 @@ class Guard:
         if self.read or event not in _EVENTS:
             return
         words = [os.fsdecode(word) for word in _EVENTS[event](args)]
-        becomes = event == "os.exec" and self._unread() and _LAUNCHER not in words
-        if becomes or (self.stops and starts_trainer(words)):
+        if self.stops and starts_trainer(words):
             command = textwrap.shorten(shlex.join(words), 160, placeholder=" …")
             what = f"has not read {self.host.name}'s command line and starts another program ({command})"
             sys.stdout.flush()

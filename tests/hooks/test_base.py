@@ -93,4 +93,4 @@ def test_the_line_says_whether_it_is_the_tested_version(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [name for name, host in HOSTS.items() if host.commit])
 def test_the_checkouts_that_the_tests_run_with_are_the_tested_ones(name: str) -> None:
     found = read_version(HOSTS[name], host_source(HOSTS[name].title))
-    assert (found.version, found.commit) == (HOSTS[name].version, HOSTS[name].commit)
+    assert found == (HOSTS[name].version, HOSTS[name].commit)

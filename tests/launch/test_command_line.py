@@ -53,7 +53,7 @@ REFUSED = {
     "-- --mismatch-host slime": "--mismatch-host stands behind --",
     "--use-tis -- --tis-levle token": "--tis-levle is unknown: did you mean --tis-level?",
     "--use-tsi --tis-level token": "--use-tsi is unknown: did you mean --use-tis?",
-    "--tis-level token --tis_level sequence": "--tis_level sequence contradicts --tis-level token",
+    "--tis-level token --tis_level sequence": "--tis-level sequence contradicts --tis-level token, give it once.",
     "--use-tis --tis-upper-bound nan": "--tis-upper-bound is nan: it should be",
     # With other dashes the host would pass over it, and the run would go uncorrected.
     "--lr 1 -use_tis": "-use_tis is unknown: did you mean --use-tis?",

@@ -36,27 +36,6 @@ class GrpoTerms(NamedTuple):
     truncated_from_below: Tensor
 
 
-def bin_lengths(starts: Sequence[int], lengths: Sequence[int], width: int) -> tuple[int, ...]:
-    """Slots of each sequence of a bin in log-prob coordinates, up to the start of the next one or the bin's end.
-
-    A sequence of n tokens from `start` has its log-probs in [start, start + n − 1); what follows is masked padding.
-    starts: one a sequence, and Megatron's own start of the padding behind the last one, which may be left out.
-    Raises: ValueError where sequences do not lie one behind the other from 0 inside the bin.
-    """
-    given, sizes = [int(start) for start in starts], [int(length) for length in lengths]
-    if not sizes:
-        return (width,)
-    ends = [start + size for start, size in zip(given, sizes, strict=False)]
-    limits = [*given[1:], width + 1]
-    fits = len(given) - len(sizes) in (0, 1) and given[0] == 0 and given[-1] <= width + 1 and min(sizes) >= 0
-    if not fits or any(end > limit for end, limit in zip(ends, limits, strict=False)):
-        raise ValueError(
-            f"seq_starts {given} and seq_lengths {sizes} do not fill a bin of {width + 1} tokens: pass one of each a "
-            f"sequence, one behind the other from 0."
-        )
-    return tuple(after - before for before, after in pairwise([*given[: len(sizes)], width]))
-
-
 def pack(
     config: MismatchConfig,
     *,
@@ -74,16 +53,18 @@ def pack(
     A bin's exact 0.0 is a slot that the engine did not report (Megatron fills with 0.0; the rows' fill is π_old): it
     gets π_old too, ratio 1, unless the policy for invalid values is one that counts and treats them, or nothing of its
     sequence was reported.
-    Raises: ValueError where there is not one advantage a sequence, or the bin's starts and lengths do not fit it.
+    Raises: ValueError where there is not one advantage a sequence.
     """
     (batch, width), device = old.shape, old.device
     mask = loss_mask.reshape(-1).to(device) != 0
     per_sequence, lengths = advantages.reshape(-1), (width,) * batch
     if seq_starts is not None and seq_lengths is not None:
-        lengths = bin_lengths(seq_starts, seq_lengths, width)
-        ends = [int(start) + int(n) - 1 for start, n in zip(seq_starts, seq_lengths, strict=False)]
-        if not ends:
-            ends, per_sequence = [0], old.new_zeros(1)
+        # A sequence of n tokens has its log-probs in [start, start + n − 1); up to the next one there is padding.
+        spans = [(int(start), int(start) + int(n) - 1) for start, n in zip(seq_starts, seq_lengths, strict=False)]
+        if not spans:
+            spans, per_sequence = [(0, 0)], old.new_zeros(1)
+        lengths = tuple(after - before for before, after in pairwise([*(start for start, _ in spans), width]))
+        ends = [end for _, end in spans]
         end_of_own = torch.repeat_interleave(torch.tensor(ends), torch.tensor(lengths), output_size=width)
         mask = mask & (torch.arange(width) < end_of_own).to(device)
     if len(lengths) != per_sequence.numel():

@@ -36,7 +36,6 @@ from mismatch_plugin.hooks.slime.config import (
     check_arguments,
     describe_settings,
     read_settings,
-    set_hook,
 )
 from mismatch_plugin.hooks.slime.updates import WeightUpdates
 from mismatch_plugin.hooks.slime.versions import Versions
@@ -140,8 +139,7 @@ class RayAdapter(ABC):
         self.host = host = HOSTS[self.name]
         self.settings, self.check = partial(read_settings, host=host), partial(check_arguments, host=host)
         self.describe = partial(describe_settings, host=host)
-        hooks = set_hook(self.name, "before_train_step", "rollout_data_postprocess")
-        self.run = MegatronStep(self._log_step, writes=self.writes, whole_steps=hooks)
+        self.run = MegatronStep(self._log_step, writes=self.writes)
         self.versions, self.updates = Versions(self.name), WeightUpdates(self.name, self.run.rollout_metrics)
         self._read: tuple[Namespace, MismatchConfig] | None = None
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from mismatch_plugin.config import MismatchConfig, MismatchWarning
 from mismatch_plugin.config.compat.slime import MIS_KEYS, from_slime, host_objective, with_opsm
-from mismatch_plugin.config.documents import parse_yaml
+from mismatch_plugin.config.documents import parse_yaml, read_mapping
 from mismatch_plugin.config.flags import destinations, given_flags
 from mismatch_plugin.config.model import warn_of_another_algorithm
 from mismatch_plugin.config.values import (
@@ -296,6 +296,7 @@ def check_arguments(args: Namespace, host: Host) -> MismatchConfig | None:
     by_step = config.normalizes_step and config.tis.batch_normalize_scope != "auto"
     needed = {
         "--mismatch-gate-kl": ("before_train_step", config.gate_kl is not None),
+        "a budget of rs.criteria": ("before_train_step", bool(config.budgets)),
         "--tis-batch-normalize-scope step": ("before_train_step", by_step),
         "--rs-max-staleness": ("init", config.rs.max_staleness is not None),
     }
@@ -532,18 +533,8 @@ def _read_config(args: Namespace) -> dict[str, Any]:
     path = args.custom_config_path
     if path is None:
         return {}
-    if str(path).startswith(_INLINE):
-        text = b64decode(path[len(_INLINE) :], validate=True).decode()
-    elif Path(path).is_file():
-        text = Path(path).read_text(encoding="utf-8")
-    else:
-        raise ValueError(f"{_CONFIG_PATH} {path} does not exist: check the path.")
-    try:
-        data = parse_yaml(text) or {}
-    except ValueError as error:
-        raise ValueError(f"{_CONFIG_PATH} {path} is not valid YAML: {error}") from None
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{_CONFIG_PATH} {path} holds a {type(data).__name__}, not a mapping of arguments.")
+    inline = str(path).startswith(_INLINE)
+    data = parse_yaml(b64decode(path[len(_INLINE) :]).decode()) or {} if inline else read_mapping(path)
     return {str(name): value for name, value in data.items()}
 
 

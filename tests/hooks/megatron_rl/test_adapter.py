@@ -13,14 +13,12 @@ from torch import Tensor
 
 import mismatch_plugin as mp
 from examples.benchmarks.counting import OperationCounter
-from mismatch_plugin.hooks.megatron_rl.loss import bin_lengths
 from tests.hooks.contracts.megatron_rl_batches import (
     ALGORITHMS,
     CLIP,
     LAYOUTS,
     LENGTHS,
     STARTS,
-    WIDTH,
     make_config,
     one_bin,
     random_tensors,
@@ -107,27 +105,6 @@ def test_megatron_s_own_loss_where_semantics_agree(layout: str, bound: float | N
 
 
 # Layouts --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("starts", "lengths", "width", "found"),
-    [
-        (STARTS, LENGTHS, WIDTH, (6, 5, 6)),  # to the next sequence
-        ([0, 5, 9], [5, 4], 8, (5, 3)),  # with the start of its padding, at its end
-        ([0, 0], [0, 5], 12, (0, 12)),
-        ([0, 5], [5, -5], 12, None),
-        ([0, 4], [9, 2], 12, None),  # into the next
-        ([0, 5], [5, 9], 12, None),  # past the bin
-        ([3, 1], [1, 1], 12, None),
-        ([0, 5, 14], [5, 4], 12, None),  # padding behind the bin
-    ],
-)
-def test_a_bin_s_sequences_or_why_it_has_none(starts: list[int], lengths: list[int], width: int, found: Any) -> None:
-    if found is not None:
-        assert bin_lengths(starts, lengths, width) == found
-        return
-    with pytest.raises(ValueError, match=f"do not fill a bin of {width + 1} tokens: pass one of each a sequence"):
-        bin_lengths(starts, lengths, width)
 
 
 def test_an_empty_bin_is_a_zero_loss_on_the_graph_and_advantages_fit_the_sequences() -> None:

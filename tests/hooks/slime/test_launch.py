@@ -153,7 +153,7 @@ def test_a_mis_yaml_runs_under_the_launcher(host: str, tmp_path: Path) -> None:
 IN_YAML = [
     ("loss_type: policy_loss\n", BOTH, "--loss-type policy_loss contradicts algorithm 3"),
     ("tis_mode: clip\n", "--use-tis --tis-level token", "are in --custom-config-path .* and on the command line"),
-    ("tis_mode: [\n", "--use-tis", r"--custom-config-path .*mis\.yaml is not valid YAML: "),
+    ("tis_mode: [\n", "--use-tis", r"mis\.yaml cannot be read as YAML or JSON: "),
 ]
 ON_THE_LINE = [
     (f"{BOTH} --loss-type policy_loss", r"contradicts algorithm 3 .*: .* count twice. Leave --loss-type out"),
