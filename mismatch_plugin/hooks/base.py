@@ -111,8 +111,7 @@ class Host:
     shares: the same of settings that are ours to choose where the host's user has not.
     lacks: key of METHODS → why it cannot be had.
     scope: what batch normalisation runs over there.
-    block: the mapping that holds our settings in the host's own configuration, in whose names errors then speak; ""
-    where our flags do.
+    block: the mapping that holds our settings in the host's own configuration, in whose names errors speak as well.
     denominator: what divides the loss, one clause.
 
     launch: the module whose `plan(host, given, script)` and FLAGS (of the host's own flags, those that look like ours)
@@ -153,15 +152,10 @@ class Host:
     dumps: tuple[str, ...] = ()
     metrics: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def part(self) -> Any:
-        """The module that the launcher asks."""
-        return import_module(self.launch)
-
     def spell(self, text: str) -> str:
-        """`text` with each `<dotted.path>` as users of this host write that setting."""
-        flags = flag_names(MismatchConfig)
-        return re.sub(r"<([a-z_.]+)>", lambda m: f"{self.block}.{m[1]}" if self.block else flags.get(m[1], m[1]), text)
+        """`text` with each `<dotted.path>` as its flag, and as users write it in the host's own configuration."""
+        flags, own = flag_names(MismatchConfig), f" ({self.block}.{{}})" if self.block else ""
+        return re.sub(r"<([a-z_.]+)>", lambda m: flags.get(m[1], m[1]) + own.format(m[1]), text)
 
     def lacking(self, config: MismatchConfig) -> dict[str, tuple[str, Lack]]:
         """Key of METHODS → (how the configuration asks for it, why it cannot be had)."""
@@ -212,7 +206,9 @@ def resolve(
         ours = {name: value for name, value in ours.items() if name != "denominator"}
     data = merge(merge(base or {}, theirs), ours)
     config = MismatchConfig.build(data, by_hand)
-    validate_methods(host, config)
+    for asked, lack in host.lacking(config).values():
+        without = f" without {lack.unless}" if lack.unless else ""
+        raise ValueError(host.spell(f"{asked} cannot be had in {host.title}{without}: {lack.why}. {lack.instead}"))
     if not config.normalizes:
         return config
     wanted, given = config.tis.batch_normalize_scope, host.scope(config)
@@ -244,13 +240,6 @@ def validate_owned(host: Host, ours: Mapping[str, Any], theirs: Mapping[str, Any
             raise ValueError(host.spell(f"<{path}> {mine} is {host.title}'s to set: leave it out, and set {where}."))
         contradicts = f"<{path}> {mine} contradicts {host.title}'s {where}, which makes it {owned}"
         raise ValueError(host.spell(f"{contradicts}: leave it out, and set that."))
-
-
-def validate_methods(host: Host, config: MismatchConfig) -> None:
-    """Raise ValueError for a method that the host cannot do, with the reason."""
-    for asked, lack in host.lacking(config).values():
-        without = f" without {lack.unless}" if lack.unless else ""
-        raise ValueError(host.spell(f"{asked} cannot be had in {host.title}{without}: {lack.why}. {lack.instead}"))
 
 
 def block_lines(

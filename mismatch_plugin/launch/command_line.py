@@ -12,6 +12,7 @@ import warnings
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -44,8 +45,9 @@ def make_plan(host: Host, argv: Sequence[str], script: Path | None) -> tuple[Giv
         raise ValueError(f"{host.title} takes the plugin without the launcher: {host.door}.")
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        given = read_command_line(argv, host.part.FLAGS)
-        plan = host.part.plan(host, given, script)
+        part = import_module(host.launch)
+        given = read_command_line(argv, part.FLAGS)
+        plan = part.plan(host, given, script)
     lines = list(plan.lines)
     for message in (str(warning.message) for warning in found if issubclass(warning.category, MismatchWarning)):
         if not any(message in line for line in lines):

@@ -98,13 +98,15 @@ def describe(config: MismatchConfig, host_args: Namespace) -> list[str]:
     if bias:
         bias += ". Megatron-LM RL passes no mask on: leave --rl-default-top-p and --rl-default-top-k out"
     temperature = getattr(host_args, "rl_default_temperature", 1.0)
-    notes = {
-        f"log-probs are {HALF_PRECISION}; nothing to do where that is done": (on("bf16") or on("fp16"))
-        and sums_tokens(config),
-        f"temperature {temperature:g}: Megatron-LM RL divides no logits by it, so ratios hold for raw ones": (
-            temperature != 1.0
-        ),
-    }
+    # Log-ratios that are added up over a sequence, and rounding with them; GSPO's narrow clip sees it, too.
+    units = [config.unit] * config.weighted + [criterion.unit for criterion in config.criteria]
+    notes = list[str]()
+    if (on("bf16") or on("fp16")) and (config.policy_objective == "gspo" or any(unit.multiplies for unit in units)):
+        notes.append(f"log-probs are {HALF_PRECISION}; nothing to do where that is done")
+    if temperature != 1.0:
+        notes.append(
+            f"temperature {temperature:g}: Megatron-LM RL divides no logits by it, so ratios hold for raw ones"
+        )
     return block_lines(
         config,
         lines,
@@ -112,15 +114,9 @@ def describe(config: MismatchConfig, host_args: Namespace) -> list[str]:
         second_pass="yes (in every algorithm, and one for the reference)",
         filtered=bias,
         length=getattr(host_args, "inference_max_seq_length", None),
-        notes=[note for note, there in notes.items() if there],
+        notes=notes,
         leave_out=("invalid rollout", "gate: "),
     )
-
-
-def sums_tokens(config: MismatchConfig) -> bool:
-    """True where log-ratios are added up over a sequence, and rounding with them, or GSPO's narrow clip sees it."""
-    weights = config.weighted and config.unit.multiplies
-    return weights or config.policy_objective == "gspo" or any(c.unit.multiplies for c in config.criteria)
 
 
 class _Run:

@@ -36,6 +36,8 @@ from mismatch_plugin.hooks.slime.config import (
     check_arguments,
     describe_settings,
     read_settings,
+    runs,
+    set_hook,
 )
 from mismatch_plugin.hooks.slime.updates import WeightUpdates
 from mismatch_plugin.hooks.slime.versions import Versions
@@ -184,6 +186,9 @@ class RayAdapter(ABC):
             with ignore_mismatch_warnings():
                 config = self.check(args)
             assert config is not None
+            if config.normalizes_step and not runs(args, self.name, "before_train_step"):
+                step = set_hook(self.name, "before_train_step")
+                logger.warning("batch normalisation runs over each micro-batch; for the whole step %s.", step)
             self._read = args, config
         return self._read[1]
 

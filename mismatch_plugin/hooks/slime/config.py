@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import difflib
 import sys
-import warnings
 from argparse import Namespace
 from base64 import b64decode
 from collections.abc import Iterable, Mapping
@@ -23,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mismatch_plugin.config import MismatchConfig, MismatchWarning
+from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.compat.slime import MIS_KEYS, from_slime, host_objective, with_opsm
 from mismatch_plugin.config.documents import parse_yaml, read_mapping
 from mismatch_plugin.config.flags import destinations, given_flags
@@ -306,7 +305,15 @@ def check_arguments(args: Namespace, host: Host) -> MismatchConfig | None:
     path, hooked = value(args, HOOKS["tis_function"]), runs(args, name, "tis_function")
     if loss_type == "custom_loss":
         if runs(args, name, "policy_loss"):
-            _validate_our_loss(args, config, name)
+            if value(args, "use_unbiased_kl") and config.terms.kl_importance_weighted:
+                raise ValueError(
+                    "--use-unbiased-kl and --mismatch-kl-importance-weighted both weigh the KL: leave one of them out."
+                )
+            if path is not None and not hooked:
+                raise ValueError(
+                    f"--custom-tis-function-path {path} is another correction, which {name} does not call next to the "
+                    f"plugin's loss: leave it out, or leave the plugin's flags out."
+                )
         return config
     called = hooked and (value(args, "get_mismatch_metrics") or value(args, "use_tis"))
     if reason := why_our_loss(args, config, host, hooked=called):
@@ -325,19 +332,6 @@ def check_arguments(args: Namespace, host: Host) -> MismatchConfig | None:
             f"--get-mismatch-metrics: add --get-mismatch-metrics."
         )
     return config
-
-
-def _validate_our_loss(args: Namespace, config: MismatchConfig, host: str) -> None:
-    if value(args, "use_unbiased_kl") and config.terms.kl_importance_weighted:
-        raise ValueError(
-            "--use-unbiased-kl and --mismatch-kl-importance-weighted both weigh the KL: leave one of them out."
-        )
-    other = value(args, HOOKS["tis_function"])
-    if other is not None and not runs(args, host, "tis_function"):
-        raise ValueError(
-            f"--custom-tis-function-path {other} is another correction, which {host} does not call next to the "
-            f"plugin's loss: leave it out, or leave the plugin's flags out."
-        )
 
 
 # The start-up block ---------------------------------------------------------------------------------------------------
@@ -363,15 +357,7 @@ def describe_settings(config: MismatchConfig, args: Namespace, host: Host) -> li
         )
     elif bias := filter_bias(top_p=top_p, top_k=top_k, renormalised=False):
         bias += f". {name} passes no mask on: sample with top_p 1 and top_k -1"
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always", MismatchWarning)
-        read_settings(args, host)
-    notes = [str(note.message) for note in found if issubclass(note.category, MismatchWarning)]
-    if not steps:
-        notes.append(
-            f"no step metrics, and an invalid rollout log-prob makes the loss NaN instead of an error: "
-            f"{set_hook(name, 'before_train_step')}"
-        )
+    bare = "no step metrics, and an invalid rollout log-prob makes the loss NaN instead of an error"
     whole = "by the step's tokens" if config.aggregation == "token-mean" else "per rollout, then over rollouts"
     reducer = value(args, REDUCER)
     return block_lines(
@@ -381,7 +367,7 @@ def describe_settings(config: MismatchConfig, args: Namespace, host: Host) -> li
         second_pass=_second_pass(args, config, custom, name),
         filtered=bias,
         length=value(args, "rollout_max_response_len"),
-        notes=notes,
+        notes=[] if steps else [f"{bare}: {set_hook(name, 'before_train_step')}"],
     )
 
 
@@ -400,8 +386,8 @@ TABLE: dict[str, dict[str, Any]] = {
     flag(name): {"default": default} | ({"action": "store_true"} if kind is bool else {"type": kind})
     for name, (kind, default) in ARGUMENTS.items()
 } | {
-    "--disable-rewards-normalization": {"action": "store_false", "dest": "rewards_normalization"},
-    "--disable-compute-advantages-and-returns": {"action": "store_false", "dest": "compute_advantages_and_returns"},
+    f"--disable-{name.replace('_', '-')}": {"action": "store_false", "dest": name, "default": True}
+    for name in ("rewards_normalization", "compute_advantages_and_returns")
 }
 """The host's flags about the loss, as options of `add_argument`."""
 FLAGS = frozenset({"--use-rollout-entropy", "--use-rollout-routing-replay", "--use-rollout-indexer-replay", *TABLE})

@@ -166,9 +166,8 @@ def test_the_block_says_what_runs_and_who_divides(changes: Changes, line: str) -
 
 def test_the_shipped_mis_yaml_runs_with_the_tis_path_alone(caplog: pytest.LogCaptureFixture) -> None:
     """No hook around the step: the mean weight is the micro-batch's, as in slime's own function, and that is said."""
-    args, run = arguments(**HOOK, **SHIPPED), type(slime.ADAPTER)().run
-    assert slime.check(args) is not None
+    args, adapter = arguments(**HOOK, **SHIPPED), type(slime.ADAPTER)()
     with caplog.at_level(logging.WARNING, logger="mismatch_plugin"):
-        assert [run.factor(slime.settings(args)) for _ in range(3)] == [None] * 3
+        assert [adapter.run.factor(adapter.config(args)) for _ in range(3)] == [None] * 3
     (record,) = caplog.records
     assert "set --custom-megatron-before-train-step-hook-path mismatch_plugin.hooks.slime" in record.getMessage()

@@ -14,9 +14,8 @@ import yaml
 
 from mismatch_plugin.hooks import miles, slime
 from mismatch_plugin.hooks.base import Plan
-from mismatch_plugin.hooks.hosts import find_host
 from mismatch_plugin.hooks.slime.adapter import RayAdapter
-from mismatch_plugin.hooks.slime.config import TABLE
+from mismatch_plugin.hooks.slime.config import FLAGS, TABLE
 from mismatch_plugin.hooks.slime.samples import OWN_SOURCE
 from mismatch_plugin.launch.__main__ import prepare
 from mismatch_plugin.launch.command_line import read_command_line
@@ -188,4 +187,4 @@ def test_the_recorded_flags_are_the_host_s(host: str, monkeypatch: pytest.Monkey
         if flag in options:
             assert options[flag].default == recorded.get("default"), f"{host}'s default of {flag} is now another"
     for flag in options:
-        read_command_line(["--use-tis", flag], find_host(host).part.FLAGS)
+        read_command_line(["--use-tis", flag], FLAGS)
