@@ -79,7 +79,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(start_block(host.name, plan.lines), flush=True)
         if given.explain_only:
             return
-        guard = _install(target, host, given, plan)
+        target.put_first_on_path()
+        patched.LAUNCHED.append(True)
+        guard = Guard(host, target.script, stops=given.host is None)
+        try:
+            plan.install()
+            if plan.config is not None:
+                guard.watch()
+        except ModuleNotFoundError as error:
+            where = "install it in this Python, or put its checkout first on PYTHONPATH"
+            stop(f"{host.name} cannot be imported here ({error}): {where}.")
     except ValueError as error:
         stop(str(error))
     try:
@@ -89,23 +98,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
     if plan.config is not None and not guard.read:
         stop(guard.never_read())
-
-
-def _install(target: Target, host: Host, given: Given, plan: Plan) -> Guard:
-    """Put the plan's functions into the host. Raises ValueError where it is not installed."""
-    target.put_first_on_path()
-    patched.LAUNCHED.append(True)
-    guard = Guard(host, target.script, stops=given.host is None)
-    try:
-        plan.install()
-        if plan.config is not None:
-            guard.watch()
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{host.name} cannot be imported here ({error}): install it in this Python, or put its checkout first on "
-            f"PYTHONPATH."
-        ) from None
-    return guard
 
 
 if __name__ == "__main__":

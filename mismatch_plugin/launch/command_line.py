@@ -21,8 +21,7 @@ from typing import Any
 from mismatch_plugin.config import MismatchConfig, MismatchWarning
 from mismatch_plugin.config.flags import add_arguments, underscored_spellings
 from mismatch_plugin.config.model import Once
-from mismatch_plugin.hooks.base import Given, Host, Parser, Plan, peek
-from mismatch_plugin.hooks.version import version_line
+from mismatch_plugin.hooks.base import Given, Host, Parser, Plan, peek, version_line
 from mismatch_plugin.patching import manifest
 from mismatch_plugin.report.log import validate_same_settings
 

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 import mismatch_plugin as mp
-from mismatch_plugin.hooks.base import given_settings, wrap_once
+from mismatch_plugin.hooks.base import given_settings, read_version, version_line, wrap_once
 from mismatch_plugin.hooks.hosts import HOSTS, SLIME, VERL
-from mismatch_plugin.hooks.version import read_version, version_line
 from tests.host_source import host_source
 
 

@@ -20,11 +20,10 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.flags import add_arguments, given_flags
 from mismatch_plugin.config.values import ignore_mismatch_warnings, lower_epsilon
 from mismatch_plugin.data.sampling import filter_bias
-from mismatch_plugin.hooks.base import Given, Host, Plan, block_lines, peek, resolve, start_block
+from mismatch_plugin.hooks.base import Given, Host, Plan, block_lines, peek, resolve, start_block, version_line
 from mismatch_plugin.hooks.hosts import MEGATRON_LM
 from mismatch_plugin.hooks.megatron_rl.loss import GrpoTerms, grpo_terms, pack
 from mismatch_plugin.hooks.megatron_step import MegatronStep
-from mismatch_plugin.hooks.version import version_line
 from mismatch_plugin.parallel.groups import ParallelGroups
 
 IS_CORRECTION = "--rl-inference-logprobs-is-correction"
@@ -269,12 +268,8 @@ TABLE: dict[str, dict[str, Any]] = {
     "--rl-default-top-k": {"type": int, "default": -1},
     "--inference-max-seq-length": {"type": int, "default": 2560},
     "--inference-dynamic-batching-logprobs-mode": {"type": str, "default": "raw_logprobs"},
-    "--rl-use-sequence-packing": _SWITCH,
-    "--calculate-per-token-loss": _SWITCH,
-    "--bf16": _SWITCH,
-    "--fp16": _SWITCH,
-    IS_CORRECTION: _SWITCH,
-    _NO_CORRECTION: _SWITCH,
+    **dict.fromkeys(("--rl-use-sequence-packing", "--calculate-per-token-loss", "--bf16", "--fp16"), _SWITCH),
+    **dict.fromkeys((IS_CORRECTION, _NO_CORRECTION), _SWITCH),
 }
 FLAGS = frozenset(TABLE)
 

@@ -32,10 +32,19 @@ from mismatch_plugin.core.metrics.registry import PREFIX, means
 from mismatch_plugin.core.objectives import kl_to_reference, score_function_kl
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.data.sampling import filter_bias
-from mismatch_plugin.hooks.base import Given, Host, Plan, block_lines, peek, resolve, start_block, wrap_once
+from mismatch_plugin.hooks.base import (
+    Given,
+    Host,
+    Plan,
+    block_lines,
+    peek,
+    resolve,
+    start_block,
+    version_line,
+    wrap_once,
+)
 from mismatch_plugin.hooks.hosts import NEMO_RL
 from mismatch_plugin.hooks.tree import BLOCK, plain, put, read_overrides, take_block, text
-from mismatch_plugin.hooks.version import version_line
 from mismatch_plugin.limits import SAFETY_BOUND
 from mismatch_plugin.report.log import report_logged, validate_same_settings
 
@@ -47,11 +56,6 @@ def section(host_config: Any, name: str, otherwise: Any = None) -> dict[str, Any
     return plain(found.model_dump() if hasattr(found, "model_dump") else found or {})
 
 
-def loss_settings(host_config: Any) -> dict[str, Any]:
-    """The section `loss_fn`, of the master configuration or given itself."""
-    return section(host_config, "loss_fn", host_config)
-
-
 def settings(host_config: Any) -> MismatchConfig:
     """The configuration that NeMo-RL's own keys and `loss_fn.mismatch` (our settings, or `preset`) give together.
 
@@ -61,7 +65,7 @@ def settings(host_config: Any) -> MismatchConfig:
     sequence when packing.
     Raises: ValueError, one sentence, where the two contradict each other or NeMo-RL would run another loss.
     """
-    host = loss_settings(host_config)
+    host = section(host_config, "loss_fn", host_config)
     own, name = take_block(host, "loss_fn")
     if weight := host.get("positive_example_nll_weight"):
         raise ValueError(
@@ -101,7 +105,7 @@ def settings(host_config: Any) -> MismatchConfig:
 
 def describe(config: MismatchConfig, host_args: Any) -> list[str]:
     """Lines of the start-up block. host_args: as for `settings`."""
-    host, bypass = loss_settings(host_args), config.use_rollout_log_probs
+    host, bypass = section(host_args, "loss_fn", host_args), config.use_rollout_log_probs
     forced = host.get("force_on_policy_ratio")
     lines: list[str] = []
     if forced and (found := [name for name in OBJECTIVES if host.get(name)]):
@@ -161,7 +165,7 @@ class MismatchLoss:
 
     def __init__(self, host_config: Any, use_fused_linear_logprobs: bool = False) -> None:
         self.config = settings(host_config)
-        host = loss_settings(host_config)
+        host = section(host_config, "loss_fn", host_config)
         self.token_level = bool(host.get("token_level_loss", True))
         self.force_on_policy_ratio = bool(host.get("force_on_policy_ratio", False))
         # NeMo-RL looks for this name, to keep unfiltered log-probs for the KL penalty under top-k or top-p.
@@ -317,7 +321,7 @@ def setup_with_loss(
 
     Raises: ValueError where what `setup` returns holds no loss or no logger, or the settings contradict NeMo-RL's.
     """
-    if loss_settings(master_config).get("mismatch") is None:
+    if section(master_config, "loss_fn", master_config).get("mismatch") is None:
         return own(master_config, *args, **kwargs)
     config = settings(master_config)
     lines = describe(config, master_config)  # a mistake shows before the cluster starts

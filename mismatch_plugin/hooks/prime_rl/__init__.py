@@ -25,9 +25,8 @@ from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import k3
 from mismatch_plugin.core.segments import bounded_exp
-from mismatch_plugin.hooks.base import block_lines, given_settings, resolve, start_block
+from mismatch_plugin.hooks.base import block_lines, given_settings, resolve, start_block, version_line
 from mismatch_plugin.hooks.hosts import PRIME_RL
-from mismatch_plugin.hooks.version import version_line
 from mismatch_plugin.limits import SAFETY_BOUND
 
 

@@ -21,9 +21,8 @@ from mismatch_plugin.config.values import merge
 from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.data.sampling import filter_bias
-from mismatch_plugin.hooks.base import block_lines, given_settings, resolve, start_block
+from mismatch_plugin.hooks.base import block_lines, given_settings, resolve, start_block, version_line
 from mismatch_plugin.hooks.hosts import SKYRL
-from mismatch_plugin.hooks.version import version_line
 
 NAME = "mismatch"
 

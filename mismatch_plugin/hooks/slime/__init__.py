@@ -91,7 +91,9 @@ class SlimeAdapter(RayAdapter):
         except ValueError as error:  # on all ranks together
             failure = error
         ids, at = torch.arange(len(raw)) // size, torch.tensor(places)
-        others = ~torch.isclose(_normalised(args, raw)[at], torch.tensor(data["rewards"]), rtol=1e-4, atol=1e-4)
+        rewards, scaled = torch.tensor(raw, dtype=torch.float64), args.grpo_std_normalization
+        own = group_means.group_advantages(rewards, ids, torch.ones(len(raw)), scaled)  # slime's own normalisation
+        others = ~torch.isclose(own[at].float(), torch.tensor(data["rewards"]), rtol=1e-4, atol=1e-4)
         found = torch.zeros(len(raw) + 2, device=kept_N.device)
         found[at.to(found.device)] = (kept_N > 0).float()
         found[-2:] = torch.tensor([float(others.any()), float(failure is not None)])
@@ -104,10 +106,8 @@ class SlimeAdapter(RayAdapter):
                 "raw_reward?), and --rs-group works from raw rewards: leave it out."
             )
         least = config.rs.least_accepted
-        rewards = torch.tensor(raw, dtype=torch.float64)
         if config.metrics != "off":
             self.run.rollout_metrics.update(group_means.group_metrics(rewards, ids, accepted, least))
-        scaled = args.grpo_std_normalization
         advantages = group_means.group_advantages(rewards, ids, accepted, scaled, min_accepted=least)[at].tolist()
         data["advantages"] = [torch.full_like(like, own) for like, own in zip(data["kl"], advantages, strict=True)]
         data["returns"] = list(data["advantages"])
@@ -116,15 +116,6 @@ class SlimeAdapter(RayAdapter):
         from slime.observability import logging_utils  # pyright: ignore[reportMissingImports]
 
         logging_utils.log(args, metrics, step_key="train/step")
-
-
-def _normalised(args: Namespace, raw: list[float]) -> Tensor:
-    """slime's own rewards, to its last digit: to see that `raw` is what it made them of."""
-    table = torch.tensor(raw, dtype=torch.float).reshape(-1, args.n_samples_per_prompt)
-    table = table - table.mean(-1, keepdim=True)
-    if args.grpo_std_normalization:
-        table = table / (table.std(-1, keepdim=True) + group_means.EPSILON)
-    return table.flatten()
 
 
 ADAPTER = SlimeAdapter()

@@ -107,7 +107,10 @@ class WeightUpdates:
         return own(updater, named_tensors, *args, **kwargs)
 
     def _verifying(self, own: Any, updater: Any, *args: Any, **kwargs: Any) -> Any:
-        """Collectives: one SUM of five numbers, and those of `_sends` and `_verdict` where updates are compared."""
+        """Collectives: one SUM of five numbers, and those of `_sends` and `_verdict` where updates are compared.
+
+        Raises WeightUpdateError, on all ranks, where a server holds other weights than were sent.
+        """
         self.fingerprint = None
         group = import_module(f"{self.host}.utils.distributed_utils").get_gloo_group()
         change = self._change(updater).cpu()
@@ -123,8 +126,20 @@ class WeightUpdates:
             result = own(updater, *args, **kwargs)
         finally:
             self._sent = None
-        self._judge(_verdict(updater, dict(sent or {}), self._failed, group))
-        self.version = str(getattr(updater, "weight_version", "")) or None
+        verdict, first = _verdict(updater, dict(sent or {}), self._failed, group), dist.get_rank() == 0
+        self.fingerprint, self.version = verdict.fingerprint, str(getattr(updater, "weight_version", "")) or None
+        if verdict.reason and first and verdict.reason not in self._said:
+            self._said.add(verdict.reason)
+            what = "weight updates are not" if verdict.final else "not all of the weight update was"
+            logger.log(logging.INFO if verdict.final else logging.WARNING, "%s verified: %s", what, verdict.reason)
+        if verdict.final:
+            self._mode = "off"
+        if verdict.faults:
+            message = f"after the weight update {' '.join(verdict.faults)} {_TURN_OFF}"
+            if self._mode == "error":
+                raise WeightUpdateError(message)
+            if first:
+                logger.warning("%s", message)
         return result
 
     def _change(self, updater: Any) -> Tensor:
@@ -151,25 +166,6 @@ class WeightUpdates:
             rollout_data = {**rollout_data, **{name: [value] * count for name, value in told.items() if value}}
         self.fingerprint = None  # trained on since
         return own(args, rollout_data=rollout_data, **rest)
-
-    def _judge(self, verdict: Verdict) -> None:
-        """Raises WeightUpdateError, on all ranks, where a server holds other weights than were sent."""
-        self.fingerprint = verdict.fingerprint
-        first = dist.get_rank() == 0
-        if verdict.final:
-            self._mode = "off"
-        if verdict.reason and first and verdict.reason not in self._said:
-            self._said.add(verdict.reason)
-            if verdict.final:
-                logger.info("weight updates are not verified: %s", verdict.reason)
-            else:
-                logger.warning("not all of the weight update was verified: %s", verdict.reason)
-        if verdict.faults:
-            message = f"after the weight update {' '.join(verdict.faults)} {_TURN_OFF}"
-            if self._mode == "error":
-                raise WeightUpdateError(message)
-            if first:
-                logger.warning("%s", message)
 
 
 def _not_comparable(args: Namespace) -> str:

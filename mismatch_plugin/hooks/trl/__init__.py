@@ -20,9 +20,8 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.correction import correct
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.data.sampling import filter_bias
-from mismatch_plugin.hooks.base import block_lines, given_settings, resolve, start_block
+from mismatch_plugin.hooks.base import block_lines, given_settings, resolve, start_block, version_line
 from mismatch_plugin.hooks.hosts import TRL
-from mismatch_plugin.hooks.version import version_line
 
 _LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
 

@@ -16,9 +16,8 @@ from torch import Tensor
 import mismatch_plugin as mp
 from mismatch_plugin.hooks.miles import MilesAdapter
 from mismatch_plugin.hooks.slime import SlimeAdapter
-from mismatch_plugin.hooks.slime.adapter import RayAdapter
+from mismatch_plugin.hooks.slime.adapter import RayAdapter, Versions
 from mismatch_plugin.hooks.slime.config import validate_versions_kept
-from mismatch_plugin.hooks.slime.versions import Versions
 from mismatch_plugin.launch.__main__ import prepare
 from mismatch_plugin.parallel.groups import ParallelGroups
 from tests.hooks.contracts.launch_trees import ray_tree

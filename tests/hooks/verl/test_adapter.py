@@ -24,8 +24,8 @@ from mismatch_plugin.hooks.verl.adapter import (
     log_step,
     pack_trained,
 )
+from mismatch_plugin.hooks.verl.adapter import verl_token_loss as token_loss
 from mismatch_plugin.hooks.verl.config import check_tree
-from mismatch_plugin.hooks.verl.loss import verl_token_loss as token_loss
 from mismatch_plugin.report.log import read_steps
 
 REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}
