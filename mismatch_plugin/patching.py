@@ -80,7 +80,7 @@ def patches_of(host: str, files: Collection[str] = (), optional: bool = False) -
 def state_of(patch: Patch, root: Path) -> str:
     """What the file is now."""
     path = root / patch.file
-    text = _read(path) if path.is_file() else ""
+    text = path.read_bytes().decode() if path.is_file() else ""
     if patch.changed(text, back=True) is not None:
         return APPLIED
     return OTHER if patch.changed(text) is None else RELEASED
@@ -105,17 +105,13 @@ def apply(patches: Sequence[Patch], root: Path, back: bool = False) -> list[str]
         if state == (RELEASED if back else APPLIED):
             said.append(f"nothing to do: {patch.file} ({state})")
         else:
-            changed[path] = patch.changed(_read(path), back) or ""
+            changed[path] = patch.changed(path.read_bytes().decode(), back) or ""
             said.append(f"{'reverted in' if back else 'applied to'} {patch.file}")
     for path, text in changed.items():
         with replacing(path) as new:
             new.write_bytes(text.encode())
             shutil.copymode(path, new)
     return said
-
-
-def _read(path: Path) -> str:
-    return path.read_bytes().decode()
 
 
 # The command ----------------------------------------------------------------------------------------------------------

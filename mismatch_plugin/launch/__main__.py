@@ -26,8 +26,7 @@ from mismatch_plugin.launch.command_line import HOST_FLAG, Target, divide, help_
 from mismatch_plugin.launch.guard import Guard, refusal
 
 LAUNCHED = [host.name for host in HOSTS.values() if host.launch]
-_COMMAND = "python -m mismatch_plugin.launch"
-_LINE = f"{_COMMAND} [--mismatch-host NAME] TRAIN_SCRIPT ARGS…   (or -m MODULE ARGS…)"
+_LINE = "python -m mismatch_plugin.launch [--mismatch-host NAME] TRAIN_SCRIPT ARGS…   (or -m MODULE ARGS…)"
 _DESCRIPTION = (
     "Runs a training script with the flags below taken off its command line, checked, and set in the host's own way; "
     "every other flag is the host's. The host is found by what the script imports, or named by --mismatch-host: "

@@ -28,10 +28,6 @@ from mismatch_plugin.parallel.groups import ParallelGroups
 
 IS_CORRECTION = "--rl-inference-logprobs-is-correction"
 COEFFICIENT = "--rl-importance-sampling-truncation-coef"
-HALF_PRECISION = (
-    "half precision in Megatron-LM RL, off by up to 0.004 |log p| a token, which adds up over a sequence: apply the "
-    "patch of rl_utils.py (mismatch-plugin patch apply --host megatron-lm --optional), or use --batch-invariant-mode"
-)
 
 
 def settings(args: Namespace) -> MismatchConfig:
@@ -101,7 +97,11 @@ def describe(config: MismatchConfig, host_args: Namespace) -> list[str]:
     units = [config.unit] * config.weighted + [criterion.unit for criterion in config.criteria]
     notes = list[str]()
     if (on("bf16") or on("fp16")) and (config.policy_objective == "gspo" or any(unit.multiplies for unit in units)):
-        notes.append(f"log-probs are {HALF_PRECISION}; nothing to do where that is done")
+        notes.append(
+            "log-probs are half precision in Megatron-LM RL, off by up to 0.004 |log p| a token, which adds up over a "
+            "sequence: apply the patch of rl_utils.py (mismatch-plugin patch apply --host megatron-lm --optional), or "
+            "use --batch-invariant-mode; nothing to do where that is done"
+        )
     if temperature != 1.0:
         notes.append(
             f"temperature {temperature:g}: Megatron-LM RL divides no logits by it, so ratios hold for raw ones"

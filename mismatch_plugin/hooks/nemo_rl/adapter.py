@@ -356,7 +356,6 @@ def _log_metrics(
 # The launcher ---------------------------------------------------------------------------------------------------------
 
 _SECTION, _BLOCK = "loss_fn", "loss_fn.mismatch"
-_DEFAULT_CONFIG = Path("configs", "grpo_math_1B.yaml")
 FLAGS: frozenset[str] = frozenset()
 
 
@@ -365,9 +364,14 @@ def plan(host: Host, given: Given, script: Path | None) -> Plan:
 
     Raises: ValueError where the configuration's `loss_fn` and ours contradict each other.
     """
-    folder = Path() if script is None else script.parent
-    args, _ = peek(given.host_argv, {"--config": {"type": Path, "default": folder / _DEFAULT_CONFIG}})
-    sections = _sections(args.config, given)
+    default = (Path() if script is None else script.parent) / "configs" / "grpo_math_1B.yaml"
+    path = peek(given.host_argv, {"--config": {"type": Path, "default": default}})[0].config
+    if not path.is_file():
+        raise ValueError(f"NeMo-RL's configuration {path} does not exist: give --config FILE.")
+    sections = _read(path)
+    for name, value in read_overrides(given.host_argv).items():
+        if name.partition(".")[0] in sections:
+            put(sections, name, value)
     there = sections[_SECTION].get("mismatch") is not None
     if not given.flags and not there:
         return Plan.untouched(host, given)
@@ -381,19 +385,8 @@ def plan(host: Host, given: Given, script: Path | None) -> Plan:
     return Plan((*given.host_argv, *added), added, lines, install, config)
 
 
-def _sections(path: Path, given: Given) -> dict[str, Any]:
-    """`loss_fn` and `policy` of the YAML, its `defaults` resolved, with the overrides of the line."""
-    if not path.is_file():
-        raise ValueError(f"NeMo-RL's configuration {path} does not exist: give --config FILE.")
-    sections = _read(path)
-    for name, value in read_overrides(given.host_argv).items():
-        if name.partition(".")[0] in sections:
-            put(sections, name, value)
-    return sections
-
-
 def _read(path: Path) -> dict[str, Any]:
-    """These sections of a file, over those of the files that its `defaults` name."""
+    """`loss_fn` and `policy` of a YAML file, over those of the files that its `defaults` name."""
     data = read_mapping(path)
     defaults = data.get("defaults") or []
     sections: dict[str, Any] = {_SECTION: {}, "policy": {}}

@@ -186,7 +186,8 @@ def validate_setting_names(names: Iterable[str]) -> None:
 
 
 def _given(args: Namespace) -> dict[str, Any]:
-    """What was given by hand, preset or file, as nested settings."""
+    """What was given by hand, preset or file, as nested settings; keys of mis.yaml as slime reads them, whatever is
+    next to them: preset < mis.yaml < our other settings."""
     settings = getattr(args, "mismatch_settings", None)
     if settings is not None:
         return dict(settings)
@@ -195,11 +196,6 @@ def _given(args: Namespace) -> dict[str, Any]:
     mis = {key: names[key] for key in MIS_KEYS if names.get(key) is not None}
     if not mis:
         return MismatchConfig.from_args(Namespace(**names)).model_dump(exclude_unset=True)
-    return _with_mis(names, mis)
-
-
-def _with_mis(names: Mapping[str, Any], mis: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of mis.yaml as slime reads them, whatever is next to them: preset < mis.yaml < our other settings."""
     preset = names.get("mismatch_preset")
     base = MismatchConfig.from_args(Namespace(mismatch_preset=preset, mismatch_config=names.get("mismatch_config")))
     typed = given_flags(Namespace(**{name: given for name, given in names.items() if name not in MIS_KEYS}))

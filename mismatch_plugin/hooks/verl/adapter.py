@@ -251,7 +251,8 @@ def mark_accepted(batch: Any, config: MismatchConfig, accepted_N: Tensor) -> dic
 
     batch: verl's DataProto, with token_level_rewards [B, S] and uid. Raises ValueError where one of them is missing.
     """
-    if "uid" not in batch.non_tensor_batch or batch.batch.get("token_level_rewards", None) is None:
+    rewards = batch.batch.get("token_level_rewards", None)
+    if "uid" not in batch.non_tensor_batch or rewards is None:
         raise ValueError(
             f"the batch has no uid or no token_level_rewards, and rs.group {config.rs.group} needs the group and the "
             f"reward of every response: leave it out."
@@ -260,7 +261,7 @@ def mark_accepted(batch: Any, config: MismatchConfig, accepted_N: Tensor) -> dic
     batch.batch[_ACCEPTED], batch.meta_info[_LEAST] = accepted_N, least
     if config.metrics == "off":
         return {}
-    return group_metrics(_rewards(batch), list(batch.non_tensor_batch["uid"]), accepted_N, least)
+    return group_metrics(rewards.sum(-1), list(batch.non_tensor_batch["uid"]), accepted_N, least)
 
 
 def compute_advantage(own: Callable[..., Any], data: Any, adv_estimator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -273,13 +274,10 @@ def compute_advantage(own: Callable[..., Any], data: Any, adv_estimator: Any, *a
         return own(data, adv_estimator, *args, **kwargs)
     scaled = kwargs.get("norm_adv_by_std_in_grpo", args[3] if len(args) > 3 else True)
     accepted, least = data.batch.pop(_ACCEPTED), data.meta_info.pop(_LEAST)
-    found = group_advantages(_rewards(data), list(data.non_tensor_batch["uid"]), accepted, scaled, min_accepted=least)
+    rewards = data.batch["token_level_rewards"].sum(-1)
+    found = group_advantages(rewards, list(data.non_tensor_batch["uid"]), accepted, scaled, min_accepted=least)
     data.batch["advantages"] = data.batch["returns"] = found[:, None] * data.batch["response_mask"]
     return data
-
-
-def _rewards(batch: Any) -> Tensor:
-    return batch.batch["token_level_rewards"].sum(-1)
 
 
 # The report folder ----------------------------------------------------------------------------------------------------
