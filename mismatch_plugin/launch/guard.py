@@ -2,7 +2,8 @@
 
 What the launcher changes holds in its own process. Until the host has read its command line there, a Python audit hook
 looks at every program that the script starts and ends the run before the first that looks like a trainer. What no event
-tells (a job submitted over HTTP) is found when the script has ended and `Guard.read` is still false.
+tells (a job submitted over HTTP) is found when the script has ended and `Guard.read` is still false. Nothing of the
+launcher runs after `os.exec*`, which the launcher's own process is refused until then.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Guard:
 
     def __init__(self, host: Host, script: str, stops: bool) -> None:
         self.host, self.script, self.stops = host, script, stops
-        self.read = False
+        self.read, self.process = False, os.getpid()
 
     def watch(self) -> None:
         """Note the first call of what the host declares as `reads`, and listen. Both stay until the process ends.
@@ -69,7 +70,8 @@ class Guard:
         if self.read or event not in _EVENTS:
             return
         words = [os.fsdecode(word) for word in _EVENTS[event](args)]
-        if self.stops and starts_trainer(words):
+        becomes = event == "os.exec" and os.getpid() == self.process and _LAUNCHER not in words
+        if becomes or (self.stops and starts_trainer(words)):
             command = textwrap.shorten(shlex.join(words), 160, placeholder=" …")
             what = f"has not read {self.host.name}'s command line and starts another program ({command})"
             sys.stdout.flush()

@@ -27,6 +27,7 @@ def test_a_run_in_which_our_flags_would_not_arrive_exits_2_with_one_sentence(tmp
     for source, host, started, said in (
         (thread, "", False, "train.py has not read slime's command line and starts another program ("),
         (child, "--mismatch-host slime", True, "train.py has ended and never read slime's command line"),
+        ("os.execv('/bin/true', ['true'])", "--mismatch-host slime", False, "train.py has not read slime's command"),
     ):
         start = f"import os, subprocess, sys, threading\nimport slime\nos.chdir({str(tmp_path)!r})"
         script.write_text(f"{start}\n{source}\n")
