@@ -155,28 +155,29 @@ def _number_finding(batch: Batch, name: FaultName, side: LogProbSide, hits: Hits
 
 
 def find_null_eos(batch: Batch) -> Outcome:
-    """Responses that have null on the last token and nowhere else."""
-    whole = [sample for sample in batch if len(sample.rollout_log_probs) == len(sample) > 1]
-    nulls = [(sample, is_null(sample.rollout_log_probs) & sample.mask) for sample in whole]
-    chosen = [sample for sample, at in nulls if at[-1] and at.sum() == 1]
-    if sum(bool(at.any() and not at[-1]) for _, at in nulls) >= len(chosen):
-        return [], batch  # nulls everywhere are no EOS
-    return _without_eos(batch, chosen, "stands a token with null for a log-prob")
+    """Responses that have null on the last token."""
+    whole = [one for one in batch if len(one.rollout_log_probs) == len(one) > 1]
+    hits = [(one, is_null(one.rollout_log_probs) & one.mask) for one in whole]
+    return _without_eos(batch, hits, "stands a token with null for a log-prob")
 
 
 def find_zero_eos(batch: Batch) -> Outcome:
     """Responses that have 0.0 on the last token, where the training side is far from it; sides must be aligned."""
-    ending = [sample for sample in batch if len(sample) > 1 and sample.usable[-1]]
-    chosen = [one for one in ending if one.rollout_log_probs[-1] == 0.0 and one.train_log_probs[-1] < -FILL_GAP]
-    if len(chosen) == 1 and chosen[0].train_log_probs[-1] > -ZERO_FILL_GAP:
+    whole = [one for one in batch if one.comparable and len(one) > 1]
+    hits = [(one, one.usable & (one.rollout_log_probs == 0.0) & (one.train_log_probs < -FILL_GAP)) for one in whole]
+    ending = [one.train_log_probs[-1] for one, at in hits if at[-1]]
+    if len(ending) == 1 and ending[0] > -ZERO_FILL_GAP:
         return [], batch
-    return _without_eos(batch, chosen, "stands a token with exactly 0.0, which is far from that to the trainer")
+    return _without_eos(batch, hits, "stands a token with exactly 0.0, which is far from that to the trainer")
 
 
-def _without_eos(batch: Batch, chosen: list[Sample], what: str) -> Outcome:
-    """Named EOS if it is one by id, or the same id in several responses."""
+def _without_eos(batch: Batch, hits: list[tuple[Sample, Bools]], what: str) -> Outcome:
+    """Named EOS if it is one by id, or the same id in several responses; where as many responses have such values
+    elsewhere, those at an end are like them. hits: [n] which tokens of a sample have them."""
+    chosen = [sample for sample, at in hits if at[-1] and at.sum() == 1]
     ids = {int(sample.response_ids[-1]) for sample in chosen}
-    if not chosen or not (ids <= batch.eos_ids or (len(ids) == 1 and len(chosen) > 1)):
+    eos = ids <= batch.eos_ids or (len(ids) == 1 and len(chosen) > 1)
+    if not eos or sum(bool(at[:-1].any()) for _, at in hits) >= len(chosen):
         return [], batch
     changed: dict[int, dict[str, Any]] = {}
     for sample in chosen:

@@ -111,6 +111,12 @@ FALSE: dict[str, tuple[list[Sample], str]] = {
         samples_of([[-1.0, -2.0, 0.0], [-1.5, 0.0]], [[-1.0, -2.0, -6.0], [-1.5, -4.0]], [[5, 6, 2], [7, 3]]),
         "eos_appended",
     ),
+    "fills, one of them on an end that was sampled": (
+        samples_of(
+            put(put(WAVES, 0, 29, 0.0), 1, 4, 0.0), WAVES, IDS, sampling=SamplingParameters(stop_token_ids=(129,))
+        ),
+        "eos_appended",
+    ),
     "masked tokens": (samples_of([[None, *WAVES[0][1:]]], [[NAN, *WAVES[0][1:]]], loss_mask=[0] + [1] * 29), "missing"),
     "rounding above zero": (samples_of([[0.05, -60.0, 0.0]], [[-0.1, -58.0, 0.0]]), "positive"),
     "certain tokens": (samples_of([[0.0, 0.0, -1.0]], [[-0.2, -1e-6, -1.0]]), "zero_fill"),
