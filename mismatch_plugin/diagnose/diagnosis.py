@@ -196,7 +196,8 @@ def diagnose_files(
         figures = replace(figures, tail=0.0)
     advice = None
     if verdict == "normal" or figures.k3_kl >= SMALL_K3:  # larger than such a pair's, and too small to be corrected
-        advice = recommend(figures, bounds, predictor.prediction, accepted=UNEXPLAINED in accept, host=host)
+        accepted = any(item.accepted for item in check.findings)
+        advice = recommend(figures, bounds, predictor.prediction, accepted=accepted, host=host)
     if advice is not None and all(item.setting != advice.setting for item in predictions):
         predictions.append(predictor.prediction(config_of(advice.settings), advice.setting))
     told |= {

@@ -19,64 +19,55 @@ from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.segments import bounded_exp, segment_sum, spread
-from mismatch_plugin.diagnose.flags import config_of
-from mismatch_plugin.diagnose.levels import KEPT, Bounds, LevelUnits, levels_of, units_in
+from mismatch_plugin.diagnose.flags import config_of, preset_of
+from mismatch_plugin.diagnose.levels import Bounds, LevelUnits, levels_of, units_in
 from mismatch_plugin.diagnose.packing import Groups
 from mismatch_plugin.diagnose.result import Prediction
 from mismatch_plugin.limits import SAFETY_BOUND
+from mismatch_plugin.report.presets import as_flags
 
 OWN = "your settings"
 _UPPER = {"geometric": 1.001}
 """Level → the upper bound that is tried next to the one from the data; 2 at others. The lower one is its reciprocal."""
-_KEEPS = f"(keeps {KEPT:.0%})"
 
 
 # Which settings ------------------------------------------------------------------------------------------------------
 
-Named = Iterator[tuple[str, dict[str, Any]]]
 
-
-def _of_presets(bounds: Bounds) -> Named:
+def _of_presets(bounds: Bounds) -> Iterator[tuple[str, MismatchConfig]]:
     """A parameter without a default has the value that keeps 99 % of the responses; without one there is no setting."""
-    lowest = max(bounds["geometric"][0], math.exp(-SAFETY_BOUND))
     from_data = {
         "max_k2": bounds["sequence_max_k2"][1],
         "mean_k3": bounds["sequence_mean_k3"][1],
-        "delta": -math.log(lowest),  # mean(log π_rollout − log π_θ) > δ: a geometric mean below e^−δ
+        # mean(log π_rollout − log π_θ) > δ: a geometric mean below e^−δ
+        "delta": -math.log(max(bounds["geometric"][0], math.exp(-SAFETY_BOUND))),
     }
     for preset in PRESETS:
         given = {name: from_data[name] for name in preset.required}
-        if not given:
-            yield preset.short, {"preset": preset.short}
-        elif all(0.0 < value < math.inf for value in given.values()):
-            shown = ", ".join(f"{name} {value:.4g}" for name, value in given.items())
-            yield f"{preset.short}, {shown} {_KEEPS}", preset.settings(**given)
+        if all(0.0 < value < math.inf for value in given.values()):
+            config = config_of(preset.settings(**given))
+            yield f"{preset.short}: {' '.join(as_flags(config))}" if given else preset.short, config
 
 
-def _of_bounds(levels: Sequence[str], bounds: Bounds) -> Named:
+def _of_bounds(levels: Sequence[str], bounds: Bounds) -> Iterator[dict[str, Any]]:
+    """Every level × mode of algorithm 2 (which 3 shares in the first step) at a constant and at the bounds that keep
+    99 % of these data; ratio criteria of algorithm 0 at the same; objectives of algorithm 1, whose clip acts at once.
+    """
     for level in levels:
-        constant, (low, high) = _UPPER.get(level, 2.0), bounds[level]
-        for lower, upper, note in ((1.0 / constant, constant, ""), (low, high, f" {_KEEPS}")):
+        constant = _UPPER.get(level, 2.0)
+        for lower, upper in ((1.0 / constant, constant), bounds[level]):
             if upper == math.inf:
                 continue
-            between = f"{lower:.7g} to {upper:.7g}{note}"
+            both = {"lower_bound": lower, "upper_bound": upper}
             for mode in ("truncate", "clip", "mask"):
-                tis: dict[str, Any] = {"level": level, "mode": mode, "upper_bound": upper}
-                shown = f"{upper:.7g}{note}" if mode == "truncate" else between
-                tis |= {} if mode == "truncate" else {"lower_bound": lower}
-                yield _setting(2, f"{level}, {mode} {shown}", {"tis": tis})
+                given = {"upper_bound": upper} if mode == "truncate" else both
+                yield {"use_tis": True, "tis": {"level": level, "mode": mode, **given}}
             if level in RS_LEVELS:
-                rule = {"aggregate": level, "statistic": "ratio", "lower_bound": lower, "upper_bound": upper}
-                yield _setting(0, f"reject {level} ratio outside {between}", {"rs": {"criteria": [rule]}})
+                yield {"rs": {"criteria": [{"aggregate": level, "statistic": "ratio", **both}]}}
     rule = {"aggregate": "sequence_mean", "statistic": "k3", "upper_bound": bounds["sequence_mean_k3"][1]}
-    yield _setting(0, f"reject sequence_mean k3 above {rule['upper_bound']:g} {_KEEPS}", {"rs": {"criteria": [rule]}})
+    yield {"rs": {"criteria": [rule]}}
     for objective in ("gspo", "cispo", "sapo", "gmpo"):
-        yield _setting(1, f"objective {objective}", {"objective": objective})
-
-
-def _setting(algorithm: int, name: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    switches = {"use_rollout_log_probs": bool(algorithm & 1), "use_tis": bool(algorithm & 2)}
-    return f"algorithm {algorithm}, {name}", {key: True for key, on in switches.items() if on} | settings
+        yield {"use_rollout_log_probs": True, "objective": objective}
 
 
 def lacking(config: MismatchConfig, packed: PackedSequences, groups: Groups | None) -> str:
@@ -128,11 +119,18 @@ class Predictor:
         self._levels: dict[str, tuple[LevelUnits, float, float, float]] = {}
 
     def all(self, own: MismatchConfig | None, bounds: Bounds) -> list[Prediction]:
-        """Of every setting, the user's own first, of which nothing is `lacking`. bounds: `bounds_for` the data."""
-        return [self.prediction(config, name, settings) for name, settings, config in self._settings(own, bounds)]
+        """Of the user's own settings, every preset and what `_of_bounds` adds, of which nothing is `lacking`. bounds:
+        `bounds_for` the data."""
+        of_bounds = map(config_of, _of_bounds(levels_of(self.packed), bounds))
+        every = [
+            *_of_presets(bounds),
+            *((" ".join(as_flags(config)), config) for config in of_bounds if preset_of(config) is None),
+        ]
+        usable = [pair for pair in every if self.has_advantages or not pair[1].needs_advantages]
+        return [self.prediction(config, name) for name, config in [*([(OWN, own)] if own else []), *usable]]
 
-    def prediction(self, config: MismatchConfig, name: str = "", settings: dict[str, Any] | None = None) -> Prediction:
-        """Of one. settings: as a file for --mismatch-config has them; default: what is set."""
+    def prediction(self, config: MismatchConfig, name: str = "") -> Prediction:
+        """Of one."""
         with ignore_mismatch_warnings():  # without weights only the counts are read
             applied = config.replace(metrics="basic" if config.weighted else "off", dry_run=False)
         data = self
@@ -144,27 +142,12 @@ class Predictor:
             )
         return Prediction(
             setting=name,
-            settings=config.model_dump(mode="json", exclude_unset=True) if settings is None else settings,
+            settings=config.model_dump(mode="json", exclude_unset=True),
             algorithm=config.algorithm,
             second_pass=not config.use_rollout_log_probs,
             own=name == OWN,
             **data._figures(applied, correct(data.packed, applied, log_probs=data.packed.old_log_probs)),
         )
-
-    def _settings(
-        self, own: MismatchConfig | None, bounds: Bounds
-    ) -> Iterator[tuple[str, dict[str, Any] | None, MismatchConfig]]:
-        """(name, settings, the same). The user's own, every preset, and every level × mode of algorithm 2 (which 3
-        shares in the first step) at two bounds: a constant, and what keeps 99 % of these data. Ratio criteria of
-        algorithm 0 at the same bounds. Objectives of algorithm 1, whose clip acts at once.
-
-        Without advantages no setting whose criteria need them."""
-        if own is not None:
-            yield OWN, None, own
-        for name, settings in (*_of_presets(bounds), *_of_bounds(levels_of(self.packed), bounds)):
-            config = config_of(settings)
-            if self.has_advantages or not config.needs_advantages:
-                yield name, settings, config
 
     def level(self, name: str) -> tuple[LevelUnits, float, float, float]:
         """Its units; Σ ρ A and Σ |ρ A| over them, ρ before bounding, at geometric level, whose mean is no ratio of
@@ -215,7 +198,7 @@ class Predictor:
             found["groups_changed"] = changed[f"{PREFIX}rollout_rs_group_changed_fraction"]
         level, total, absolute, noise = self.level(units.level)
         values = level.total(weights_T * self.advantages_T)
-        bias = abs(float(values.sum()) - total) / absolute if absolute else 0.0
+        bias = round(abs(float(values.sum()) - total) / absolute, 12) if absolute else 0.0  # below is rounding
         return found | {"noise": _noise(values) / noise if values.any() else math.inf, "bias": bias}
 
 

@@ -240,8 +240,8 @@ def recommend(
     """The setting of the first rule that holds, that the host can run, and whose setting keeps LEAST_KEPT of these
     tokens, by its own bounds or by those from the data.
 
-    accepted: a mismatch as strong as no sound pair has is meant. Else it has a cause to be found, and there is no
-    setting; nor where no rule holds.
+    accepted: the cause of a mismatch as strong as no sound pair has is known and meant. Else it is to be found, and
+    there is no setting; nor where no rule holds.
     """
     if saves_the_pass(host):
         figures = replace(figures, one_step=True, expensive_pass=True)

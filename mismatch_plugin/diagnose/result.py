@@ -23,7 +23,7 @@ EXIT_STATUS: dict[Verdict, int] = {"normal": 0, "large": 0, "fault": 1, "undecid
 class Prediction(Frozen):
     """What a setting would do to these data, without training. ess, noise, bias: as in `predict`.
 
-    setting: its name, a preset or "algorithm 2, token, truncate 2". settings: as a file for --mismatch-config has them.
+    setting: a preset, else flags as one types them. settings: as a file for --mismatch-config has them.
     kept: share of the response tokens that stay in the loss; _positive, _negative: of those with A > 0 and A < 0, None
     without such.
     unit: what has one weight: token, turn or sequence. groups_changed: share of groups whose advantages change if

@@ -142,13 +142,12 @@ def _advice(screen: _Screen, diagnosis: Diagnosis, host: str | None) -> None:
     rows: list[tuple[str, ...]] = []
     for mark, item in words.chosen_predictions(diagnosis):
         sign = ">" if "recommended" in mark else "*" if mark else " "
-        numbers = (words.share(item.ess), figure(item.mean_weight), words.times(item.noise), figure(item.bias, 2))
-        name = item.setting.replace("algorithm ", "alg ")
-        rows.append((f"{sign} {name}", words.share(item.kept), *numbers, "yes" if item.second_pass else NOTHING))
+        shares = map(words.share, (item.kept, item.ess))
+        figures = (figure(item.mean_weight), words.times(item.noise), figure(item.bias, 2))
+        rows.append((f"{sign} {item.setting}", *shares, *figures, "yes" if item.second_pass else NOTHING))
     screen.console.print()
-    where = "alg: docs/algorithms.md\n" if any(" alg " in row[0] for row in rows) else ""
-    headers = (f"{where}> recommended  * yours", "kept", "ESS of\nweights", "mean w", "noise", "bounds'\nbias")
-    screen.table((*headers, "2nd\npass"), rows)
+    headers = ("> recommended  * yours", "kept", "ESS of\nweights", "mean w", "noise", "bounds'\nbias", "2nd\npass")
+    screen.table(headers, rows)
     screen.say(_BIAS, "dim")
     if diagnosis.next_step:
         screen.console.print()

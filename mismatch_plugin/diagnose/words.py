@@ -123,7 +123,7 @@ def size_rows(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
 
 def chosen_predictions(diagnosis: Diagnosis) -> list[tuple[str, Prediction]]:
     """(mark, prediction): the recommended setting, the user's own, token weights, which most start with, and the best
-    setting of each other algorithm by kept · ESS · (1 − bias)."""
+    preset of each other algorithm by kept · ESS · (1 − bias)."""
     advice, every = diagnosis.recommendation, diagnosis.predictions
     best = next((item for item in every if advice and item.setting == advice.setting), None)
     own = next((item for item in every if item.own), None)
@@ -132,6 +132,6 @@ def chosen_predictions(diagnosis: Diagnosis) -> list[tuple[str, Prediction]]:
         marked.append(("yours", own))
     marked += [("", item) for item in every if item.setting == USUAL and item is not best]
     for item in sorted(every, key=lambda item: -item.kept * item.ess * (1.0 - min(item.bias, 1.0))):
-        if item.algorithm not in {one.algorithm for _, one in marked}:
+        if "--" not in item.setting and item.algorithm not in {one.algorithm for _, one in marked}:
             marked.append(("", item))
     return marked
