@@ -12,7 +12,7 @@ import numpy as np
 
 from mismatch_plugin.data.arrays import Bools, Floats, Ints
 from mismatch_plugin.data.sample import Sample
-from mismatch_plugin.diagnose.findings import FaultName, Finding, Item, LogProbSide, Side, place_of
+from mismatch_plugin.diagnose.result import FaultName, Finding, Item, LogProbSide, Side, place_of
 from mismatch_plugin.diagnose.scorers import Checkpoint
 
 DEFAULT_MAX_STALENESS = 1

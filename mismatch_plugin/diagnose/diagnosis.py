@@ -16,7 +16,6 @@ from mismatch_plugin.diagnose.batch import DEFAULT_MAX_STALENESS, Batch, make_ba
 from mismatch_plugin.diagnose.detectors.run import FAULTS, check_batch
 from mismatch_plugin.diagnose.detectors.served import note
 from mismatch_plugin.diagnose.detectors.servers import compare_servers, workers_of
-from mismatch_plugin.diagnose.findings import CheckResult, Finding
 from mismatch_plugin.diagnose.flags import config_of, trainer_of
 from mismatch_plugin.diagnose.levels import bounds_for, histogram
 from mismatch_plugin.diagnose.measure import figures_of, measure
@@ -25,7 +24,7 @@ from mismatch_plugin.diagnose.normal import gate as judge_gate
 from mismatch_plugin.diagnose.packing import OF_PREDICTIONS, groups_of, packed_of, subset
 from mismatch_plugin.diagnose.predict import Predictor, lacking
 from mismatch_plugin.diagnose.recommend import recommend
-from mismatch_plugin.diagnose.result import VERDICTS, Diagnosis, Verdict
+from mismatch_plugin.diagnose.result import VERDICTS, CheckResult, Diagnosis, Finding, Verdict
 from mismatch_plugin.diagnose.scorers import Checkpoint, from_checkpoint, from_server, with_reference
 from mismatch_plugin.files import encodable
 from mismatch_plugin.report.table import figure

@@ -8,8 +8,7 @@ from typing import Literal, NamedTuple, get_args
 
 from mismatch_plugin.core.gate import DEFAULT_GATE_KL
 from mismatch_plugin.core.health import MAX_KL
-from mismatch_plugin.diagnose.findings import FaultName, Mismatch
-from mismatch_plugin.diagnose.result import Gate
+from mismatch_plugin.diagnose.result import FaultName, Gate, Mismatch
 from mismatch_plugin.limits import USUAL_KL
 from mismatch_plugin.report.table import Table, figure
 

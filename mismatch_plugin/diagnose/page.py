@@ -31,7 +31,7 @@ def write_page(diagnosis: Diagnosis, path: Path, *, host: str | None = None) -> 
 
     Raises OSError as `open`.
     """
-    verdict, rest = words.headline(diagnosis)
+    verdict, _, rest = diagnosis.headline.partition(": ")
     flags = dict[str, str]()
     if advice := diagnosis.recommendation:
         every = {HOSTS.get(name, name): text for name, text in advice.flags.items()}

@@ -13,6 +13,7 @@ import typer
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.documents import read_mapping
+from mismatch_plugin.core import health
 from mismatch_plugin.core.health import HealthWarning, check_health
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.diagnose import normal
@@ -338,13 +339,56 @@ def _written(path: Path) -> MismatchConfig | None:
     return MismatchConfig.build(of_run) if isinstance(of_run, dict) else None
 
 
-def _draw(source: Source, folder: Path) -> tuple[Path | None, str]:
-    """The picture that was written, or why there is none. The verdict does not need it."""
-    try:
-        from mismatch_plugin.diagnose.panels import write_panels
+# The six panels of the rollout-correction guide ----------------------------------------------------------------------
 
-        return write_panels(source.rows, source.numbers, folder), ""
+PANELS: tuple[tuple[str, tuple[str, ...], tuple[float, ...]], ...] = (
+    (
+        "Mean ratio and mean weight",
+        ("rollout_is_ratio_mean", "rollout_is_ratio_unit_mean", "rollout_is_weight_after_mean", "rollout_is_mean"),
+        (1.0, *health.MEAN_RANGE),
+    ),
+    (
+        "Effective sample size",
+        ("rollout_is_ratio_eff_sample_size", "rollout_is_weight_after_eff_sample_size", "rollout_is_eff_sample_size"),
+        (health.MIN_EFFECTIVE_SAMPLE_SIZE,),
+    ),
+    (
+        "Vetoed sequences, rejected tokens (shares)",
+        ("rollout_is_veto_fraction", "rollout_is_masked_fraction"),
+        (health.MAX_VETO_FRACTION,),
+    ),
+    ("KL(rollout ‖ train), nats per token", ("kl", "k3_kl", ABS_GAP), (-health.MAX_KL, 0.0, health.MAX_KL)),
+    ("Perplexity ratio, training / rollout", ("ppl_ratio",), (1.0,)),
+    ("χ² divergence", ("chi2_token", "chi2_seq"), (health.MAX_CHI2,)),
+)
+"""(title, metrics that are drawn where they were recorded, values that are ideal or that `check_health` warns from)."""
+
+
+def _draw(source: Source, folder: Path) -> tuple[Path | None, str]:
+    """`six_panels.png`, or why there is none. The verdict does not need it."""
+    try:
+        from matplotlib.figure import Figure
     except ImportError as error:
         return None, f"no picture: {error}: pip install 'mismatch-plugin[lab]'"
+    order = np.argsort(source.numbers, kind="stable")
+    steps = np.array(source.numbers)[order]
+    drawn, path = Figure(figsize=(15, 8), layout="constrained"), folder / "six_panels.png"
+    for axis, (title, names, marks) in zip(drawn.subplots(2, 3).ravel(), PANELS, strict=True):
+        axis.set(title=title, xlabel="optimizer step")
+        for name in names:
+            values = np.array([row.get(PREFIX + name, np.nan) for row in source.rows])[order]
+            if (there := np.isfinite(values)).any():
+                axis.plot(steps[there], values[there], label=name, marker="." if there.sum() <= 25 else None)
+        if axis.lines:
+            bottom, top = axis.get_ylim()
+            room = 1.5 * (top - bottom)
+            for mark in marks:
+                if bottom - room <= mark <= top + room:  # one far outside would squeeze the curves flat
+                    axis.axhline(mark, color="#555555", linestyle="--", linewidth=0.9)
+            axis.legend(fontsize=8)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        drawn.savefig(path, dpi=110)
     except OSError as error:
         return None, f"no picture: {folder} cannot be written ({error.strerror}); choose another with --out"
+    return path, ""

@@ -11,10 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from mismatch_plugin.diagnose import words
-from mismatch_plugin.diagnose.findings import Finding
 from mismatch_plugin.diagnose.flags import HOSTS, trainer_of
 from mismatch_plugin.diagnose.normal import size_class
-from mismatch_plugin.diagnose.result import Diagnosis, Verdict
+from mismatch_plugin.diagnose.result import Diagnosis, Finding, Verdict
 from mismatch_plugin.report.table import NOTHING, figure, printable, shows_unicode
 
 STYLES: dict[Verdict, str] = {
@@ -86,7 +85,7 @@ def show(
     page is. brief: the findings, all of them whole, and nothing of settings.
     """
     screen = _Screen(console)
-    verdict, rest = words.headline(diagnosis)
+    verdict, _, rest = diagnosis.headline.partition(": ")
     screen.say(f"{verdict.upper()}: {rest}", STYLES[diagnosis.verdict])
     if normal := words.is_it_normal(diagnosis):
         screen.say(normal)

@@ -6,21 +6,12 @@ from collections.abc import Mapping
 
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.diagnose.detectors.run import NO_TRAINING
-from mismatch_plugin.diagnose.findings import Finding
 from mismatch_plugin.diagnose.flags import config_of, shortest_flags
 from mismatch_plugin.diagnose.normal import SMALL_K3, UNEXPLAINED
-from mismatch_plugin.diagnose.result import VERDICTS, Diagnosis, Gate, Prediction
+from mismatch_plugin.diagnose.result import TOO_FEW, Diagnosis, Finding, Gate, Prediction
 from mismatch_plugin.report.table import NOTHING, figure
 
 USUAL = "token_is"
-TOO_FEW = "not enough tokens to tell"
-"""How reasons of `findings.too_few` begin."""
-
-
-def headline(diagnosis: Diagnosis) -> tuple[str, str]:
-    """(the verdict in two words, the rest of the sentence)."""
-    verdict = VERDICTS[diagnosis.verdict]
-    return verdict, diagnosis.headline.removeprefix(f"{verdict}: ")
 
 
 def neutral_flags(settings: Mapping[str, object]) -> str:

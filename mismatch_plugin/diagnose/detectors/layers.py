@@ -17,8 +17,8 @@ from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.versions import version_number
 from mismatch_plugin.diagnose.batch import Batch
 from mismatch_plugin.diagnose.detectors.distance import logit_gap, z_score
-from mismatch_plugin.diagnose.findings import Finding
 from mismatch_plugin.diagnose.normal import LOGIT_GAPS
+from mismatch_plugin.diagnose.result import Finding
 from mismatch_plugin.diagnose.scorers import Checkpoint
 from mismatch_plugin.sglang.delivered import Delivered, of_sums, sampled, sums
 

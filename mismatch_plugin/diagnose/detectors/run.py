@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from mismatch_plugin.diagnose.batch import Batch, Outcome
 from mismatch_plugin.diagnose.detectors import alignment, distribution, numbers, served, size, tokens, weights
-from mismatch_plugin.diagnose.findings import CheckResult, FaultName, Finding, Item, Undecided
+from mismatch_plugin.diagnose.result import CheckResult, FaultName, Finding, Item, Undecided
 
 
 class Fault(NamedTuple):

@@ -17,7 +17,7 @@ from mismatch_plugin.data.versions import INITIAL_VERSION, version_number
 from mismatch_plugin.diagnose.batch import Batch, Outcome
 from mismatch_plugin.diagnose.detectors.distribution import PENALTY_FIX, TEMPERATURE_FIXES, TRUNCATION_FIXES
 from mismatch_plugin.diagnose.detectors.layers import OLD_FIX, delivered
-from mismatch_plugin.diagnose.findings import FaultName, Finding, Item, Place, called
+from mismatch_plugin.diagnose.result import FaultName, Finding, Item, Place, called
 
 MOST_NAMES = 4
 FIELDS = (

@@ -18,8 +18,8 @@ from mismatch_plugin.diagnose.batch import Batch, make_batch
 from mismatch_plugin.diagnose.detectors.distance import logit_gap, z_score
 from mismatch_plugin.diagnose.detectors.layers import FAR_Z_SCORE, NEAR_START, way_back
 from mismatch_plugin.diagnose.detectors.size import mismatch
-from mismatch_plugin.diagnose.findings import Finding
 from mismatch_plugin.diagnose.normal import LOGIT_GAPS
+from mismatch_plugin.diagnose.result import Finding
 from mismatch_plugin.diagnose.scorers import Checkpoint, rescore, with_reference, with_training
 from mismatch_plugin.sglang.http import shown
 

@@ -17,8 +17,8 @@ from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens, medians
 from mismatch_plugin.diagnose.detectors.alignment import IDS_FIX, LAGS, PROMPT_FIX, moved
 from mismatch_plugin.diagnose.detectors.distance import CLIP, compare, distances, ordinary, rank_correlation, telling
-from mismatch_plugin.diagnose.findings import Confidence, Finding, place_of
 from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS
+from mismatch_plugin.diagnose.result import Confidence, Finding, place_of
 
 EARLY_TOKENS = 16
 """Tokens of a response that are early, at most; a third of a shorter one. Late ones are its second half."""

@@ -16,8 +16,8 @@ from mismatch_plugin.diagnose.detectors.distance import logit_gap, mann_whitney,
 from mismatch_plugin.diagnose.detectors.layers import OLD_FIX, find_start, versions_of
 from mismatch_plugin.diagnose.detectors.served import BEHIND_FIX, CACHE_FIX, few, weights_agree
 from mismatch_plugin.diagnose.detectors.size import UNRELATED
-from mismatch_plugin.diagnose.findings import Finding, Item, Undecided, called, place_of
 from mismatch_plugin.diagnose.normal import LOGIT_GAPS
+from mismatch_plugin.diagnose.result import Finding, Item, Undecided, called, place_of
 
 FLOOR, PRECISION = LOGIT_GAPS["float32"], LOGIT_GAPS["16 bits"]
 """Logit gaps below FLOOR count as that: two servers in float32 do not differ by a ratio of rounding. PRECISION: above
