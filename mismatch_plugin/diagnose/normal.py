@@ -10,7 +10,7 @@ from mismatch_plugin.core.gate import DEFAULT_GATE_KL
 from mismatch_plugin.core.health import MAX_KL
 from mismatch_plugin.diagnose.result import FaultName, Gate, Mismatch
 from mismatch_plugin.limits import USUAL_KL
-from mismatch_plugin.report.table import Table, figure
+from mismatch_plugin.report.table import figure
 
 # Bars and words of size ----------------------------------------------------------------------------------------------
 
@@ -202,22 +202,6 @@ def largest_published(quantised: bool) -> tuple[float, float]:
     kinds = [_known(pair) for pair in pairs if pair != "stale rollouts"]
     mean, k3 = (max(rows[name][-1].high for rows in kinds if name in rows) for name in (_ABS, "k3"))
     return mean, k3
-
-
-def normal_table() -> Table:
-    """The known gaps, for docs/inspect.md."""
-    rows = tuple((row.pair, row.figure, span(row.low, row.high), row.what, row.source, row.noted) for row in KNOWN)
-    notes = (
-        "k3 is the mean of ρ − 1 − log ρ, nats per token; KL is named so by its source. Most figures are of one run "
-        f"and model: up to {LOOSE:g} times the largest of a kind counts as its size.",
-        "this project: measured here on tiny models, not published. Reported as faults, so that nothing is normal by "
-        "them: mean |Δ log p| 0.369 of a MoE model without routing replay (miles #2722), 0.2 to 0.4 and growing to "
-        "0.036 of dense ones (OpenClaw-RL #69, vime #64); k3 0.0087 of fp8 quantised unlike (xtuner #2044).",
-        "Bars of others: slime's CI mean |Δ log p| 0.1 (THUDM/slime#1968), SkyRL's CI for dense models 0.09 "
-        "(NovaSky-AI/SkyRL#1408), NeMo-RL's recipes a mean KL of 0.0006 (routing replayed) to 0.004 (fp8).",
-    )
-    headers = ("pair", "figure", "range", "model and engines", "source", "how")
-    return Table("What gap is normal", headers, rows, notes=notes)
 
 
 def span(low: float, high: float) -> str:

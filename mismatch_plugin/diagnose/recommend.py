@@ -17,7 +17,7 @@ from mismatch_plugin.diagnose.normal import FAR_K3, SMALL_K3, UNEXPLAINED
 from mismatch_plugin.diagnose.result import Prediction, Recommendation
 from mismatch_plugin.limits import MIN_EFFECTIVE_SAMPLE_SIZE
 from mismatch_plugin.report.presets import quiet_preset
-from mismatch_plugin.report.table import NOTHING, Table, figure
+from mismatch_plugin.report.table import figure
 
 CLIPPED_KL = 3e-3
 """Below it, Gaussian noise puts fewer than 1.5 % of the ratios outside PPO's 1 ± 0.2."""
@@ -310,24 +310,3 @@ def _watch(figures: Figures, config: MismatchConfig, found: Prediction) -> Itera
         yield f"{after}{config.unit.ess}eff_sample_size near {found.ess:.2g}; below 0.3 few units lead"
     if config.rejects:
         yield f"{PREFIX}accepted_token_fraction near {found.kept:.3g}; below 0.9 widen the bounds"
-
-
-def rules_table() -> Table:
-    """Which setting to choose."""
-    rows: list[tuple[str, ...]] = []
-    for rule in RULES:
-        low, high = rule.kl
-        kl = f"{low:g} to {high:g}" if low else f"below {high:g}" if high < math.inf else "any"
-        parts = [f"to {rule.length:g} tokens"] if rule.length < math.inf else []
-        parts += [f"KL × length to {rule.kl_length:g}"] if rule.kl_length < math.inf else []
-        more = f"{rule.setting.removeprefix(rule.preset)}{', bounds from `inspect`' * rule.data_bounds}"
-        keeps = f"≥ {LEAST_KEPT:.0%}" if rule.config.rejects else "all"
-        rows.append((rule.run, kl, ", ".join(parts) or "any", f"`{rule.preset}`{more}", keeps, rule.reason))
-    added = [(f"in addition: {item.run}", "any", "any", item.flag, NOTHING, item.reason) for item in ADDITIONS]
-    headers = ("your run", "KL, nats per token", "longest response", "setting", "tokens kept", "why")
-    notes = (
-        "The first row that fits is taken, by k3 as the estimate of KL. mismatch-plugin inspect does it, predicts what "
-        "the setting keeps of your own tokens, and takes bounds from them, or the next row, where that is below 90 %.",
-        "For every row the tests make data in its range, and fail where less is kept or another is taken.",
-    )
-    return Table("Which setting to choose", headers, (*rows, *added), notes=notes)
