@@ -9,7 +9,7 @@ from pathlib import Path
 
 import mismatch_plugin
 from mismatch_plugin.core.metrics.registry import PREFIX
-from mismatch_plugin.diagnose import words
+from mismatch_plugin.diagnose import screen as words
 from mismatch_plugin.diagnose.flags import HOSTS
 from mismatch_plugin.diagnose.result import Diagnosis, Histogram, Prediction
 from mismatch_plugin.files import write_whole

@@ -11,9 +11,9 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.values import dotted_fields_set, get_path, ignore_mismatch_warnings
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.diagnose.flags import HOSTS, flags_for, has_algorithm, preset_of, saves_the_pass
-from mismatch_plugin.diagnose.levels import KEPT, Bounds
 from mismatch_plugin.diagnose.measure import OLD_SHARE, Figures
 from mismatch_plugin.diagnose.normal import FAR_K3, SMALL_K3, UNEXPLAINED
+from mismatch_plugin.diagnose.predict import KEPT, Bounds
 from mismatch_plugin.diagnose.result import Prediction, Recommendation
 from mismatch_plugin.limits import MIN_EFFECTIVE_SAMPLE_SIZE
 from mismatch_plugin.report.presets import quiet_preset
@@ -21,8 +21,6 @@ from mismatch_plugin.report.table import figure
 
 CLIPPED_KL = 3e-3
 """Below it, Gaussian noise puts fewer than 1.5 % of the ratios outside PPO's 1 ± 0.2."""
-TAIL, MOST_TAIL = 1e-4, 0.05
-"""Share of tokens far away (see Figures.tail) from which on, and up to which, they are a population of their own."""
 SHORT = 100
 """Trained tokens of the longest response."""
 OLD_KL = 4.0
@@ -97,7 +95,7 @@ RULES = (
         preset="token_icepop",
         reason="single tokens are far off, for which a truncated weight would still be its bound: their weight is 0, "
         "all others keep theirs. Of a mixture of experts replay the routing if the host can",
-        also=lambda figures: TAIL <= figures.tail <= MOST_TAIL and figures.stale < 1,
+        also=lambda figures: figures.tail > 0 and figures.stale < 1,
         kl=(0.0, FAR_K3),
         bounds="token",
     ),

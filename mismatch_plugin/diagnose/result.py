@@ -151,8 +151,6 @@ VERDICTS: dict[Verdict, str] = {
     "undecided": "Not decided",
 }
 """As a headline begins."""
-EXIT_STATUS: dict[Verdict, int] = {"normal": 0, "large": 0, "fault": 1, "undecided": 3}
-"""Of a dump; 1 as well where a gate failed, 2 where something cannot be read."""
 
 
 class Prediction(Frozen):
@@ -269,7 +267,7 @@ class Diagnosis(Frozen):
     @property
     def exit_status(self) -> int:
         """0 nothing wrong, 1 a fault or a failed gate, 3 not decided."""
-        status = EXIT_STATUS[self.verdict]
-        if self.gate is None or self.gate.passed or status == 1:
-            return status
-        return 1 if self.gate.passed is False else 3
+        passed = True if self.gate is None else self.gate.passed
+        if self.verdict == "fault" or passed is False:
+            return 1
+        return 3 if self.verdict == "undecided" or passed is None else 0

@@ -115,11 +115,8 @@ def trends_of(numbers: Sequence[float], rows: Sequence[Row]) -> list[Trend]:
 @dataclass(frozen=True)
 class Run:
     """data: how large the mismatch is. correction: what is left of it. findings: of each kind of warning the newest,
-    and growth that has a cause. metrics: all that were recorded, by header. k3_kl: of the judged steps, NaN where not
-    recorded; tokens: how many they have, None where that was not recorded.
-
-    sound: no number is broken, the correction has no warning, no shift is shared by all tokens (|KL|, mean ratio: no
-    correction repairs it), no trend `broke`, and a mismatch that is large otherwise is corrected.
+    and growth that has a cause. metrics: all that were recorded. k3_kl, tokens: of the judged steps, NaN or None where
+    not recorded. sound: see the exit status of `inspect_run`.
     """
 
     verdict: Verdict
@@ -280,8 +277,7 @@ def inspect_run(
     """Judge a run by the metrics that it wrote, print and draw them. Returns the exit status.
 
     own: the user's settings, in the place of those that the run wrote. run: as of `read_source`. pictures: the folder
-    of the picture, None for none. gated: k3_kl of the judged steps is compared with the bar, too (None: the default
-    one; without tokens by k3_kl alone).
+    of the picture, None for none. bar: of k3_kl where it is gated; None: the default one.
 
     Exit status: 0 sound; 1 where numbers are broken, all tokens share a shift (|KL| above 0.1 or a mean ratio outside
     [0.5, 2] in any judged step), the mismatch has grown 100 times, the correction does not hold, a large mismatch is

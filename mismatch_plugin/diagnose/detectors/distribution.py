@@ -124,7 +124,7 @@ def fit(tokens: Tokens) -> Fit:
         repeated=effect(2) if both else Effect(0.0, 0.0, 0.0),
         upper=float(gap.var(ddof=1)) / together if together else math.inf,
         noise=variance / max(float(x.var()), 1e-12),
-        quarters=tuple(float(gap[quarter].mean()) for quarter in np.array_split(tokens.order, 4)),
+        quarters=tuple(float(gap[quarter].mean()) for quarter in np.array_split(tokens.order[::-1], 4)),
     )
 
 

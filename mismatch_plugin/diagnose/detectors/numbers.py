@@ -283,34 +283,21 @@ def _factor(batch: Batch) -> Outcome:
 # Log-probs that lost digits on the way
 
 
-def fits_bf16(values: Floats) -> Bools:
-    """Which values bf16 can hold exactly, seen through float32: its low 16 bits are 0."""
-    return values.astype(np.float32).view(np.uint32) & 0xFFFF == 0
-
-
-def fits_fp16(values: Floats) -> Bools:
-    """Which values fp16 can hold exactly, seen through float32."""
-    single = values.astype(np.float32)
-    with np.errstate(over="ignore"):
-        return single.astype(np.float16).astype(np.float32) == single
-
-
-def fits_decimals(values: Floats) -> Bools:
-    """Which values are decimals of `DECIMALS` places."""
-    return np.abs(values - np.round(values, DECIMALS)) < 1e-9
-
-
 NARROW: dict[FaultName, tuple[Callable[[Floats], Bools], str, str]] = {
-    "bf16": (fits_bf16, "are numbers that bf16 can hold, steps of 2^-8 of its size",
+    "bf16": (lambda values: values.astype(np.float32).view(np.uint32) & 0xFFFF == 0,  # its low 16 bits
+        "are numbers that bf16 can hold, steps of 2^-8 of its size",
         "Cast logits to float32 before the log-softmax, and do not store or send log-probs in bf16."),
-    "fp16": (fits_fp16, "are numbers that fp16 can hold, steps of 2^-11 of its size",
+    "fp16": (lambda values: values.astype(np.float16).astype(np.float32) == values.astype(np.float32),
+        "are numbers that fp16 can hold, steps of 2^-11 of its size",
         "Keep log-probs in float32 from the log-softmax on: do not store or send them in fp16."),
-    "rounded": (fits_decimals, f"have at most {DECIMALS} decimals",
+    "rounded": (lambda values: np.abs(values - np.round(values, DECIMALS)) < 1e-9,
+        f"have at most {DECIMALS} decimals",
         "Write log-probs with all their digits (repr of a float32 has up to nine)."),
 }  # fmt: skip
 """Which values a form of number can hold, what is said of them, and what to do."""
 
 
+@np.errstate(over="ignore")
 def find_precision(batch: Batch) -> Outcome:
     """By sample and side, so that one of several engines is found too. Looks at the values as they were given."""
     found: list[Item] = []
