@@ -13,19 +13,16 @@ from mismatch_plugin.config import preset as find
 from mismatch_plugin.data.read import InputError, read
 from mismatch_plugin.data.versions import version_number
 from mismatch_plugin.diagnose.batch import DEFAULT_MAX_STALENESS, Batch, make_batch
+from mismatch_plugin.diagnose.detectors.checkpoints import compare_servers, workers_of
 from mismatch_plugin.diagnose.detectors.run import FAULTS, check_batch
 from mismatch_plugin.diagnose.detectors.served import note
-from mismatch_plugin.diagnose.detectors.servers import compare_servers, workers_of
-from mismatch_plugin.diagnose.findings import CheckResult, Finding
 from mismatch_plugin.diagnose.flags import config_of, trainer_of
-from mismatch_plugin.diagnose.levels import bounds_for, histogram
-from mismatch_plugin.diagnose.measure import figures_of, measure
+from mismatch_plugin.diagnose.measure import OF_PREDICTIONS, figures_of, groups_of, measure, packed_of, subset
 from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS, SMALL_K3, UNEXPLAINED, Hints, normality
 from mismatch_plugin.diagnose.normal import gate as judge_gate
-from mismatch_plugin.diagnose.packing import OF_PREDICTIONS, groups_of, packed_of, subset
-from mismatch_plugin.diagnose.predict import Predictor, lacking
+from mismatch_plugin.diagnose.predict import Predictor, bounds_for, histogram, lacking
 from mismatch_plugin.diagnose.recommend import recommend
-from mismatch_plugin.diagnose.result import VERDICTS, Diagnosis, Verdict
+from mismatch_plugin.diagnose.result import VERDICTS, CheckResult, Diagnosis, Finding, Verdict
 from mismatch_plugin.diagnose.scorers import Checkpoint, from_checkpoint, from_server, with_reference
 from mismatch_plugin.files import encodable
 from mismatch_plugin.report.table import figure
@@ -58,13 +55,9 @@ def read_inputs(
     eos_ids: Sequence[int] = (),
     format: str | None = None,
 ) -> tuple[Batch, str, list[str], list[Finding]]:
-    """(both sides, format of the dump, notes, what rescoring showed that no detector of the batch can see).
+    """(both sides, format of the dump, notes, what rescoring showed). Arguments are the command's.
 
     The training side is the file, else the checkpoint, else the first server, else what the dump itself holds.
-
-    path: a file or a folder. checkpoint: the folder of the trainer's current weights. reference_checkpoint: of those
-    that the run began with. urls: servers or routers. format: of the dump, a name of docs/inspect.md.
-
     Raises InputError where something cannot be read or does not fit.
     """
     if urls and training is not None and checkpoint is None:
@@ -152,7 +145,7 @@ def diagnose_files(
     elif answer is None or check.compared < ENOUGH_TOKENS:
         verdict = "undecided"
     else:
-        verdict = "normal" if answer.normal else "large"
+        verdict = "normal" if answer[0] else "large"
     found = Diagnosis(
         verdict=verdict,
         headline=_headline(verdict, batch, check),
@@ -166,7 +159,7 @@ def diagnose_files(
         one_sided=not batch.has_training,
         mismatch=level,
         fixed=check.fixed,
-        normality=answer.sentence if answer else "",
+        normality=answer[1] if answer else "",
         gate=judge_gate(level.k3_kl, level.tokens, gate_kl) if gate and level else None,
         notes=(*map(encodable, notes), *note(batch)),
     )
@@ -191,12 +184,12 @@ def diagnose_files(
         return found.model_copy(update=told)
     bounds, predictor = bounds_for(part), Predictor(part, groups)
     predictions = predictor.all(own, bounds)
-    figures = figures_of(packed, stale=stale, one_step=one_step, expensive_pass=expensive_pass)
-    if all(item.fault != "moe_routing" for item in check.findings):  # near-certain tokens have a tail by themselves
-        figures = replace(figures, tail=0.0)
+    tail = sum(item.statistics["fraction"] for item in check.findings if item.fault == "moe_routing")
+    figures = figures_of(packed, tail=tail, stale=stale, one_step=one_step, expensive_pass=expensive_pass)
     advice = None
     if verdict == "normal" or figures.k3_kl >= SMALL_K3:  # larger than such a pair's, and too small to be corrected
-        advice = recommend(figures, bounds, predictor.prediction, accepted=UNEXPLAINED in accept, host=host)
+        accepted = any(item.accepted for item in check.findings)
+        advice = recommend(figures, bounds, predictor.prediction, accepted=accepted, host=host)
     if advice is not None and all(item.setting != advice.setting for item in predictions):
         predictions.append(predictor.prediction(config_of(advice.settings), advice.setting))
     told |= {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from mismatch_plugin.config import MismatchConfig
@@ -75,10 +76,12 @@ def shortest_flags(config: MismatchConfig) -> list[str]:
 
 def preset_of(config: MismatchConfig) -> str | None:
     """The short name of the first preset that gives these settings."""
-    for record in COMPLETE:
-        if quiet_preset(record.name) == config:
-            return record.short
-    return None
+    return next((short for short, settings in _presets() if settings == config), None)
+
+
+@cache
+def _presets() -> list[tuple[str, MismatchConfig]]:
+    return [(record.short, quiet_preset(record.name)) for record in COMPLETE]
 
 
 def available(config: MismatchConfig, name: str) -> tuple[MismatchConfig, tuple[str, ...]]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from mismatch_plugin.core.gate import DEFAULT_GATE_KL
 from mismatch_plugin.core.health import MAX_KL
-from mismatch_plugin.diagnose.findings import FaultName, Mismatch
-from mismatch_plugin.diagnose.result import Gate
+from mismatch_plugin.diagnose.result import FaultName, Gate, Mismatch
 from mismatch_plugin.limits import USUAL_KL
-from mismatch_plugin.report.table import Table, figure
+from mismatch_plugin.report.table import figure
 
 # Bars and words of size ----------------------------------------------------------------------------------------------
 
@@ -171,29 +171,18 @@ def pairs_like(hints: Hints) -> tuple[Pair, ...]:
     return ("stale rollouts", *found) if hints.stale else found
 
 
-class Answer(NamedTuple):
-    """normal: the gap is of the size known for this kind of pair."""
-
-    normal: bool
-    sentence: str
-
-
-def normality(level: Mismatch, hints: Hints) -> Answer:
+def normality(level: Mismatch, hints: Hints) -> tuple[bool, str]:
     """Whether the gap is of a known size: at most LOOSE times the largest figure of its kind, for every figure known of
-    the kind; in one sentence."""
-    pairs = pairs_like(hints)
+    the kind; and what to say of it after "Is this normal?"."""
     if level.abs_max == 0.0:
-        return Answer(True, "an exact zero: both sides have the same log-probs, as aligned kernels give.")
+        return True, "yes, an exact zero: both sides have the same log-probs, as aligned kernels give."
+    pairs = pairs_like(hints)
     for pair in pairs:
-        known = _known(pair)
-        times = {name: _value(level, name) / rows[-1].high for name, rows in known.items()}
-        if max(times.values()) <= LOOSE:
-            size = "within twice the largest" if max(times.values()) > 1.0 else "as"
-            return Answer(True, f"normal, {size} known for {pair}: {_shown(level, known)}.")
-    known = _known(pairs[0])
-    most = max(_value(level, name) / rows[-1].high for name, rows in known.items())
-    times_largest = f"{figure(most, 2)} times the largest known"
-    return Answer(False, f"not normal for {pairs[0]}, {times_largest}: {_shown(level, known)}.")
+        if (most := _times_largest(level, pair)) <= LOOSE:
+            size = "within twice the largest" if most > 1.0 else "as"
+            return True, f"yes, {size} known for {pair}: {_shown(level, pair)}."
+    most = figure(_times_largest(level, pairs[0]), 2)
+    return False, f"no: for {pairs[0]}, {most} times the largest known: {_shown(level, pairs[0])}."
 
 
 def largest_published(quantised: bool) -> tuple[float, float]:
@@ -205,30 +194,20 @@ def largest_published(quantised: bool) -> tuple[float, float]:
     return mean, k3
 
 
-def normal_table() -> Table:
-    """The known gaps, for docs/inspect.md."""
-    rows = tuple((row.pair, row.figure, span(row.low, row.high), row.what, row.source, row.noted) for row in KNOWN)
-    notes = (
-        "k3 is the mean of ρ − 1 − log ρ, nats per token; KL is named so by its source. Most figures are of one run "
-        f"and model: up to {LOOSE:g} times the largest of a kind counts as its size.",
-        "this project: measured here on tiny models, not published. Reported as faults, so that nothing is normal by "
-        "them: mean |Δ log p| 0.369 of a MoE model without routing replay (miles #2722), 0.2 to 0.4 and growing to "
-        "0.036 of dense ones (OpenClaw-RL #69, vime #64); k3 0.0087 of fp8 quantised unlike (xtuner #2044).",
-        "Bars of others: slime's CI mean |Δ log p| 0.1 (THUDM/slime#1968), SkyRL's CI for dense models 0.09 "
-        "(NovaSky-AI/SkyRL#1408), NeMo-RL's recipes a mean KL of 0.0006 (routing replayed) to 0.004 (fp8).",
-    )
-    headers = ("pair", "figure", "range", "model and engines", "source", "how")
-    return Table("What gap is normal", headers, rows, notes=notes)
-
-
 def span(low: float, high: float) -> str:
     """`0.005 to 0.006`."""
     return figure(low) if low == high else f"{figure(low)} to {figure(high)}"
 
 
-def _value(level: Mismatch, figure: Figure) -> float:
-    # Published KL is estimated by k3 (NeMo-RL's gen_kl_error), which the sampling error of −mean Δ does not drown.
-    return level.abs_mean if figure == "mean |Δ log p|" else level.k3_kl
+def _sizes(level: Mismatch, pair: Pair) -> Iterator[tuple[Figure, float, list[Known]]]:
+    """Figures that are known of a kind: what it is here, and the rows."""
+    for name, rows in _known(pair).items():
+        # Published KL is estimated by k3 (NeMo-RL's gen_kl_error), which the sampling error of −mean Δ does not drown.
+        yield name, level.abs_mean if name == _ABS else level.k3_kl, rows
+
+
+def _times_largest(level: Mismatch, pair: Pair) -> float:
+    return max(value / rows[-1].high for _, value, rows in _sizes(level, pair))
 
 
 def _known(pair: Pair) -> dict[Figure, list[Known]]:
@@ -240,13 +219,13 @@ def _known(pair: Pair) -> dict[Figure, list[Known]]:
     return {name: sorted(rows, key=lambda row: row.high) for name, rows in found.items()}
 
 
-def _shown(level: Mismatch, known: dict[Figure, list[Known]]) -> str:
+def _shown(level: Mismatch, pair: Pair) -> str:
     """`k3 0.0013 (published 0.0017 to 0.0054, ours 0.03 to 0.23)`."""
     parts: list[str] = []
-    for name, rows in known.items():
+    for name, value, rows in _sizes(level, pair):
         by = {who: [row for row in rows if row.ours == ours] for who, ours in (("published", False), ("ours", True))}
         ranges = [f"{who} {span(min(r.low for r in of), of[-1].high)}" for who, of in by.items() if of]
-        parts.append(f"{name} {figure(_value(level, name), 2)} ({', '.join(ranges)})")
+        parts.append(f"{name} {figure(value, 2)} ({', '.join(ranges)})")
     return ", ".join(parts)
 
 

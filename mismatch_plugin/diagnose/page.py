@@ -9,7 +9,7 @@ from pathlib import Path
 
 import mismatch_plugin
 from mismatch_plugin.core.metrics.registry import PREFIX
-from mismatch_plugin.diagnose import words
+from mismatch_plugin.diagnose import screen as words
 from mismatch_plugin.diagnose.flags import HOSTS
 from mismatch_plugin.diagnose.result import Diagnosis, Histogram, Prediction
 from mismatch_plugin.files import write_whole
@@ -31,7 +31,7 @@ def write_page(diagnosis: Diagnosis, path: Path, *, host: str | None = None) -> 
 
     Raises OSError as `open`.
     """
-    verdict, rest = words.headline(diagnosis)
+    verdict, _, rest = diagnosis.headline.partition(": ")
     flags = dict[str, str]()
     if advice := diagnosis.recommendation:
         every = {HOSTS.get(name, name): text for name, text in advice.flags.items()}

@@ -1,82 +1,212 @@
-"""What settings would do to these data, without training: computed by the code that trains."""
+"""Units of every level in a batch, bounds from the data, and what settings would do to it: by the code that trains."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.presets import PRESETS
-from mismatch_plugin.config.units import RS_LEVELS
+from mismatch_plugin.config.units import LEVELS, RS_LEVELS, UNITS, Unit
 from mismatch_plugin.config.values import ignore_mismatch_warnings
 from mismatch_plugin.core.correction import Correction, correct
 from mismatch_plugin.core.groups import group_advantages, group_metrics
 from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.core.segments import bounded_exp, segment_sum, spread
-from mismatch_plugin.diagnose.flags import config_of
-from mismatch_plugin.diagnose.levels import KEPT, Bounds, LevelUnits, levels_of, units_in
-from mismatch_plugin.diagnose.packing import Groups
-from mismatch_plugin.diagnose.result import Prediction
+from mismatch_plugin.core.rejection import k3
+from mismatch_plugin.core.segments import bounded_exp, segment_max, segment_sum, spread
+from mismatch_plugin.core.tokens import select_tokens
+from mismatch_plugin.core.units import acting_bounds, unit_log_ratio, unit_tokens
+from mismatch_plugin.data.arrays import Floats
+from mismatch_plugin.diagnose.flags import config_of, preset_of
+from mismatch_plugin.diagnose.measure import Groups
+from mismatch_plugin.diagnose.result import Histogram, Prediction
 from mismatch_plugin.limits import SAFETY_BOUND
+from mismatch_plugin.report.presets import as_flags
+
+KEPT = 0.99
+"""Share of the units that the bounds from the data keep."""
+SMALLEST_LOG_RATIO = 1e-6
+"""Bounds are at least so far from ρ = 1; those of a statistic at least its square from 0."""
+_FINENESS = 1e-3
+_ROUNDING = 1e-12
+_SLACK = 1e-9
+"""1 − 0.99 is a little less than 0.01."""
+BINS, _DRAWN = 90, 0.999
+"""Of the histogram, which holds this share of the units between its ends."""
+
+Bounds = Mapping[str, tuple[float, float]]
+"""Level or criterion → (lower, upper)."""
+
+
+@dataclass(frozen=True)
+class LevelUnits:
+    """log_ratio_U, float64: of every unit, unclamped. count_U: tokens that it is the sum over. tokens_U: tokens that
+    have it for their ratio. index_T: the unit of each token; None where every token is one."""
+
+    unit: Unit
+    log_ratio_U: Tensor
+    count_U: Tensor
+    tokens_U: Tensor
+    index_T: Tensor | None
+
+    def total(self, values_T: Tensor) -> Tensor:
+        """Σ over the tokens of each unit."""
+        if self.index_T is None:
+            return values_T
+        return torch.zeros(len(self.tokens_U), dtype=values_T.dtype).index_add_(0, self.index_T, values_T)
+
+    def at_tokens(self, values_U: Tensor) -> Tensor:
+        """Each unit's value at each of its tokens."""
+        return values_U if self.index_T is None else values_U.index_select(0, self.index_T)
+
+
+def levels_of(packed: PackedSequences) -> tuple[str, ...]:
+    """The levels, without those that are another one here: a turn is the whole response where each has one."""
+    several = any(count > 1 for count in packed.unit_numbers()[1])
+    return tuple(level for level in LEVELS if several or UNITS[level].measure != "units")
+
+
+def units_in(level: str, packed: PackedSequences) -> LevelUnits:
+    """π_train is `packed.old_log_probs`. Units without response tokens have log-ratio 0."""
+    assert packed.old_log_probs is not None
+    unit, log_ratio = UNITS[level], select_tokens(packed.old_log_probs.detach(), packed).log_ratio.double()
+    parts, mask = packed.parts(unit), packed.loss_mask.double()
+    offsets = packed.offsets if parts is None else parts.offsets
+    sums = {"log_ratio": segment_sum(log_ratio, offsets), "tokens": segment_sum(mask, offsets)}
+    counts, aggregated = unit_tokens(unit, mask, sums, parts), unit_log_ratio(unit, log_ratio, sums, parts)
+    if unit.one_ratio_per_token:
+        return LevelUnits(unit, aggregated, counts, mask, None)
+    index = packed.sequence_index if parts is None else parts.index
+    return LevelUnits(unit, aggregated, counts, sums["tokens"], index)
+
+
+# Bounds from the data, in place of constants -------------------------------------------------------------------------
+
+
+def bounds_for(packed: PackedSequences) -> dict[str, tuple[float, float]]:
+    """Level or criterion → (lower, upper), which keep the share KEPT.
+
+    Of a level (token, turn where a response has several, sequence, geometric, prefix) the bounds are on its ratio ρ: at
+    most ⌊n (1 − KEPT) / 2⌋ of its n units lie beyond each, and ρ = 1 is always inside. Of a criterion
+    ("sequence_mean_k3", "sequence_max_k2") lower is 0, and at most ⌊n (1 − KEPT)⌋ units are above upper. Rounded
+    outwards to a thousandth of |log ρ|, or of the upper bound. An upper bound above e^20 is inf, which mask mode takes
+    for e^20; a lower one below e^−20 is 0, which is none.
+    """
+    assert packed.old_log_probs is not None
+    found: dict[str, tuple[float, float]] = {}
+    for level in levels_of(packed):
+        of = units_in(level, packed)
+        found[level] = _two_sided(of.log_ratio_U[of.tokens_U > 0].numpy())
+    log_ratio = select_tokens(packed.old_log_probs.detach(), packed).log_ratio.double()
+    counts_N = segment_sum(packed.loss_mask, packed.offsets)
+    means_N = segment_sum(k3(log_ratio), packed.offsets) / counts_N.clamp(min=1)
+    maxima_N = segment_max(log_ratio.square() / 2, packed.offsets)
+    for name, values_N in (("sequence_mean_k3", means_N), ("sequence_max_k2", maxima_N)):
+        found[name] = 0.0, _above(values_N[counts_N > 0].numpy())
+    return found
+
+
+def _two_sided(values: Floats) -> tuple[float, float]:
+    """Orders the values."""
+    lost = int(len(values) * (1.0 - KEPT) / 2 + _SLACK)
+    places = [lost, len(values) - 1 - lost]
+    values.partition(places)
+    low, high = values[places].tolist()
+    return _outward(min(low, -SMALLEST_LOG_RATIO), -1), _outward(max(high, SMALLEST_LOG_RATIO), 1)
+
+
+def _outward(log_ratio: float, sign: int) -> float:
+    """e^l, moved away from 1 to a short decimal number, by at most a thousandth of |l|."""
+    if abs(log_ratio) > SAFETY_BOUND:
+        return math.inf if sign > 0 else 0.0
+    ratio = math.exp(log_ratio + sign * _ROUNDING)
+    return _short(ratio, abs(log_ratio) * ratio, sign)
+
+
+def _above(values: Floats) -> float:
+    """Orders the values."""
+    kept = len(values) - 1 - int(len(values) * (1.0 - KEPT) + _SLACK)
+    values.partition(kept)
+    value = max(float(values[kept]), SMALLEST_LOG_RATIO**2) * (1.0 + _ROUNDING)
+    return _short(value, value, 1) if value < 1e300 else math.inf
+
+
+def _short(value: float, size: float, sign: int) -> float:
+    """The value, rounded up (sign 1) or down by less than a thousandth of this size."""
+    digits = -math.floor(math.log10(_FINENESS * size))
+    return round((math.ceil if sign > 0 else math.floor)(value * 10.0**digits) / 10.0**digits, max(digits, 0))
+
+
+# What the page draws -------------------------------------------------------------------------------------------------
+
+
+def histogram(packed: PackedSequences, config: MismatchConfig) -> Histogram:
+    """Log-ratios of the units that these settings weigh or reject (else of the tokens), with their bounds on ρ where
+    those are the same for every length. The outermost bins hold what lies beyond."""
+    bounds = acting_bounds(config) if config.weighted or config.rejects else None
+    level = bounds.unit.level if bounds else "token"
+    of = units_in(level, packed)
+    log_ratio = of.log_ratio_U[of.tokens_U > 0].numpy()
+    lower, upper = (bounds.lower, bounds.upper) if bounds and not bounds.growth else (0.0, math.inf)
+    lower = 0.0 if config.weighted and config.tis.mode == "truncate" else lower
+    shown = [abs(math.log(bound)) for bound in (lower, upper) if 0.0 < bound < math.inf]
+    extent = 1.1 * max([float(np.quantile(np.abs(log_ratio), _DRAWN)), SMALLEST_LOG_RATIO, *shown])
+    counts, edges = np.histogram(log_ratio.clip(-extent, extent), BINS, (-extent, extent))
+    return Histogram(level=level, edges=edges.tolist(), counts=counts.tolist(), lower=lower, upper=upper)
+
+
+# What settings would do -----------------------------------------------------------------------------------------------
 
 OWN = "your settings"
 _UPPER = {"geometric": 1.001}
 """Level → the upper bound that is tried next to the one from the data; 2 at others. The lower one is its reciprocal."""
-_KEEPS = f"(keeps {KEPT:.0%})"
 
 
 # Which settings ------------------------------------------------------------------------------------------------------
 
-Named = Iterator[tuple[str, dict[str, Any]]]
 
-
-def _of_presets(bounds: Bounds) -> Named:
+def _of_presets(bounds: Bounds) -> Iterator[tuple[str, MismatchConfig]]:
     """A parameter without a default has the value that keeps 99 % of the responses; without one there is no setting."""
-    lowest = max(bounds["geometric"][0], math.exp(-SAFETY_BOUND))
     from_data = {
         "max_k2": bounds["sequence_max_k2"][1],
         "mean_k3": bounds["sequence_mean_k3"][1],
-        "delta": -math.log(lowest),  # mean(log π_rollout − log π_θ) > δ: a geometric mean below e^−δ
+        # mean(log π_rollout − log π_θ) > δ: a geometric mean below e^−δ
+        "delta": -math.log(max(bounds["geometric"][0], math.exp(-SAFETY_BOUND))),
     }
     for preset in PRESETS:
         given = {name: from_data[name] for name in preset.required}
-        if not given:
-            yield preset.short, {"preset": preset.short}
-        elif all(0.0 < value < math.inf for value in given.values()):
-            shown = ", ".join(f"{name} {value:.4g}" for name, value in given.items())
-            yield f"{preset.short}, {shown} {_KEEPS}", preset.settings(**given)
+        if all(0.0 < value < math.inf for value in given.values()):
+            config = config_of(preset.settings(**given))
+            yield f"{preset.short}: {' '.join(as_flags(config))}" if given else preset.short, config
 
 
-def _of_bounds(levels: Sequence[str], bounds: Bounds) -> Named:
+def _of_bounds(levels: Sequence[str], bounds: Bounds) -> Iterator[dict[str, Any]]:
+    """Every level × mode of algorithm 2 (which 3 shares in the first step) at a constant and at the bounds that keep
+    99 % of these data; ratio criteria of algorithm 0 at the same; objectives of algorithm 1, whose clip acts at once.
+    """
     for level in levels:
-        constant, (low, high) = _UPPER.get(level, 2.0), bounds[level]
-        for lower, upper, note in ((1.0 / constant, constant, ""), (low, high, f" {_KEEPS}")):
+        constant = _UPPER.get(level, 2.0)
+        for lower, upper in ((1.0 / constant, constant), bounds[level]):
             if upper == math.inf:
                 continue
-            between = f"{lower:.7g} to {upper:.7g}{note}"
+            both = {"lower_bound": lower, "upper_bound": upper}
             for mode in ("truncate", "clip", "mask"):
-                tis: dict[str, Any] = {"level": level, "mode": mode, "upper_bound": upper}
-                shown = f"{upper:.7g}{note}" if mode == "truncate" else between
-                tis |= {} if mode == "truncate" else {"lower_bound": lower}
-                yield _setting(2, f"{level}, {mode} {shown}", {"tis": tis})
+                given = {"upper_bound": upper} if mode == "truncate" else both
+                yield {"use_tis": True, "tis": {"level": level, "mode": mode, **given}}
             if level in RS_LEVELS:
-                rule = {"aggregate": level, "statistic": "ratio", "lower_bound": lower, "upper_bound": upper}
-                yield _setting(0, f"reject {level} ratio outside {between}", {"rs": {"criteria": [rule]}})
+                yield {"rs": {"criteria": [{"aggregate": level, "statistic": "ratio", **both}]}}
     rule = {"aggregate": "sequence_mean", "statistic": "k3", "upper_bound": bounds["sequence_mean_k3"][1]}
-    yield _setting(0, f"reject sequence_mean k3 above {rule['upper_bound']:g} {_KEEPS}", {"rs": {"criteria": [rule]}})
+    yield {"rs": {"criteria": [rule]}}
     for objective in ("gspo", "cispo", "sapo", "gmpo"):
-        yield _setting(1, f"objective {objective}", {"objective": objective})
-
-
-def _setting(algorithm: int, name: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    switches = {"use_rollout_log_probs": bool(algorithm & 1), "use_tis": bool(algorithm & 2)}
-    return f"algorithm {algorithm}, {name}", {key: True for key, on in switches.items() if on} | settings
+        yield {"use_rollout_log_probs": True, "objective": objective}
 
 
 def lacking(config: MismatchConfig, packed: PackedSequences, groups: Groups | None) -> str:
@@ -105,8 +235,7 @@ class Predictor:
     bias: |Σ_u (w − ρ) A| / Σ_u |ρ A|, ρ the level's own ratio before bounding, at geometric level the product:
         what the level itself leaves uncorrected is not in it
 
-    What training reports, too, is read from the statistics that it reports: equal to the last digit for the same batch.
-    In algorithms 1 and 3, and under `rs.policy` current, the training side is π_θ, which is π_old in the first step.
+    What training reports, too, is read from its statistics. π_θ is π_old in the first step.
     Under `rs.group` exclude and drop the advantages are those of the accepted responses. A dry run is predicted as if
     it were none. groups: `packing.groups_of` these responses.
     Raises InvalidLogProbError, ValueError as `correct`.
@@ -128,11 +257,18 @@ class Predictor:
         self._levels: dict[str, tuple[LevelUnits, float, float, float]] = {}
 
     def all(self, own: MismatchConfig | None, bounds: Bounds) -> list[Prediction]:
-        """Of every setting, the user's own first, of which nothing is `lacking`. bounds: `bounds_for` the data."""
-        return [self.prediction(config, name, settings) for name, settings, config in self._settings(own, bounds)]
+        """Of the user's own settings, every preset and what `_of_bounds` adds, of which nothing is `lacking`. bounds:
+        `bounds_for` the data."""
+        of_bounds = map(config_of, _of_bounds(levels_of(self.packed), bounds))
+        every = [
+            *_of_presets(bounds),
+            *((" ".join(as_flags(config)), config) for config in of_bounds if preset_of(config) is None),
+        ]
+        usable = [pair for pair in every if self.has_advantages or not pair[1].needs_advantages]
+        return [self.prediction(config, name) for name, config in [*([(OWN, own)] if own else []), *usable]]
 
-    def prediction(self, config: MismatchConfig, name: str = "", settings: dict[str, Any] | None = None) -> Prediction:
-        """Of one. settings: as a file for --mismatch-config has them; default: what is set."""
+    def prediction(self, config: MismatchConfig, name: str = "") -> Prediction:
+        """Of one."""
         with ignore_mismatch_warnings():  # without weights only the counts are read
             applied = config.replace(metrics="basic" if config.weighted else "off", dry_run=False)
         data = self
@@ -144,27 +280,12 @@ class Predictor:
             )
         return Prediction(
             setting=name,
-            settings=config.model_dump(mode="json", exclude_unset=True) if settings is None else settings,
+            settings=config.model_dump(mode="json", exclude_unset=True),
             algorithm=config.algorithm,
             second_pass=not config.use_rollout_log_probs,
             own=name == OWN,
             **data._figures(applied, correct(data.packed, applied, log_probs=data.packed.old_log_probs)),
         )
-
-    def _settings(
-        self, own: MismatchConfig | None, bounds: Bounds
-    ) -> Iterator[tuple[str, dict[str, Any] | None, MismatchConfig]]:
-        """(name, settings, the same). The user's own, every preset, and every level × mode of algorithm 2 (which 3
-        shares in the first step) at two bounds: a constant, and what keeps 99 % of these data. Ratio criteria of
-        algorithm 0 at the same bounds. Objectives of algorithm 1, whose clip acts at once.
-
-        Without advantages no setting whose criteria need them."""
-        if own is not None:
-            yield OWN, None, own
-        for name, settings in (*_of_presets(bounds), *_of_bounds(levels_of(self.packed), bounds)):
-            config = config_of(settings)
-            if self.has_advantages or not config.needs_advantages:
-                yield name, settings, config
 
     def level(self, name: str) -> tuple[LevelUnits, float, float, float]:
         """Its units; Σ ρ A and Σ |ρ A| over them, ρ before bounding, at geometric level, whose mean is no ratio of
@@ -215,7 +336,7 @@ class Predictor:
             found["groups_changed"] = changed[f"{PREFIX}rollout_rs_group_changed_fraction"]
         level, total, absolute, noise = self.level(units.level)
         values = level.total(weights_T * self.advantages_T)
-        bias = abs(float(values.sum()) - total) / absolute if absolute else 0.0
+        bias = round(abs(float(values.sum()) - total) / absolute, 12) if absolute else 0.0  # below is rounding
         return found | {"noise": _noise(values) / noise if values.any() else math.inf, "bias": bias}
 
 

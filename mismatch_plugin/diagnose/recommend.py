@@ -11,18 +11,16 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.values import dotted_fields_set, get_path, ignore_mismatch_warnings
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.diagnose.flags import HOSTS, flags_for, has_algorithm, preset_of, saves_the_pass
-from mismatch_plugin.diagnose.levels import KEPT, Bounds
 from mismatch_plugin.diagnose.measure import OLD_SHARE, Figures
 from mismatch_plugin.diagnose.normal import FAR_K3, SMALL_K3, UNEXPLAINED
+from mismatch_plugin.diagnose.predict import KEPT, Bounds
 from mismatch_plugin.diagnose.result import Prediction, Recommendation
 from mismatch_plugin.limits import MIN_EFFECTIVE_SAMPLE_SIZE
 from mismatch_plugin.report.presets import quiet_preset
-from mismatch_plugin.report.table import NOTHING, Table, figure
+from mismatch_plugin.report.table import figure
 
 CLIPPED_KL = 3e-3
 """Below it, Gaussian noise puts fewer than 1.5 % of the ratios outside PPO's 1 ± 0.2."""
-TAIL, MOST_TAIL = 1e-4, 0.05
-"""Share of tokens far away (see Figures.tail) from which on, and up to which, they are a population of their own."""
 SHORT = 100
 """Trained tokens of the longest response."""
 OLD_KL = 4.0
@@ -97,7 +95,7 @@ RULES = (
         preset="token_icepop",
         reason="single tokens are far off, for which a truncated weight would still be its bound: their weight is 0, "
         "all others keep theirs. Of a mixture of experts replay the routing if the host can",
-        also=lambda figures: TAIL <= figures.tail <= MOST_TAIL and figures.stale < 1,
+        also=lambda figures: figures.tail > 0 and figures.stale < 1,
         kl=(0.0, FAR_K3),
         bounds="token",
     ),
@@ -240,8 +238,8 @@ def recommend(
     """The setting of the first rule that holds, that the host can run, and whose setting keeps LEAST_KEPT of these
     tokens, by its own bounds or by those from the data.
 
-    accepted: a mismatch as strong as no sound pair has is meant. Else it has a cause to be found, and there is no
-    setting; nor where no rule holds.
+    accepted: the cause of a mismatch as strong as no sound pair has is known and meant. Else it is to be found, and
+    there is no setting; nor where no rule holds.
     """
     if saves_the_pass(host):
         figures = replace(figures, one_step=True, expensive_pass=True)
@@ -310,24 +308,3 @@ def _watch(figures: Figures, config: MismatchConfig, found: Prediction) -> Itera
         yield f"{after}{config.unit.ess}eff_sample_size near {found.ess:.2g}; below 0.3 few units lead"
     if config.rejects:
         yield f"{PREFIX}accepted_token_fraction near {found.kept:.3g}; below 0.9 widen the bounds"
-
-
-def rules_table() -> Table:
-    """Which setting to choose."""
-    rows: list[tuple[str, ...]] = []
-    for rule in RULES:
-        low, high = rule.kl
-        kl = f"{low:g} to {high:g}" if low else f"below {high:g}" if high < math.inf else "any"
-        parts = [f"to {rule.length:g} tokens"] if rule.length < math.inf else []
-        parts += [f"KL × length to {rule.kl_length:g}"] if rule.kl_length < math.inf else []
-        more = f"{rule.setting.removeprefix(rule.preset)}{', bounds from `inspect`' * rule.data_bounds}"
-        keeps = f"≥ {LEAST_KEPT:.0%}" if rule.config.rejects else "all"
-        rows.append((rule.run, kl, ", ".join(parts) or "any", f"`{rule.preset}`{more}", keeps, rule.reason))
-    added = [(f"in addition: {item.run}", "any", "any", item.flag, NOTHING, item.reason) for item in ADDITIONS]
-    headers = ("your run", "KL, nats per token", "longest response", "setting", "tokens kept", "why")
-    notes = (
-        "The first row that fits is taken, by k3 as the estimate of KL. mismatch-plugin inspect does it, predicts what "
-        "the setting keeps of your own tokens, and takes bounds from them, or the next row, where that is below 90 %.",
-        "For every row the tests make data in its range, and fail where less is kept or another is taken.",
-    )
-    return Table("Which setting to choose", headers, (*rows, *added), notes=notes)

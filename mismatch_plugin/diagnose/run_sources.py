@@ -229,24 +229,18 @@ def _events(path: Path) -> Rows:
     from which it resumed does not."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-        from tensorboard.util.tensor_util import make_ndarray
     except ImportError:
         raise ValueError(
             f"{path} holds TensorBoard events, and tensorboard is not installed: pip install 'mismatch-plugin[lab]'."
         ) from None
-    events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0}).Reload()
-    tags = events.Tags()
-    columns = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags["scalars"]}
-    for tag in tags["tensors"]:  # numbers of newer writers are tensors
-        arrays = [(event.step, make_ndarray(event.tensor_proto)) for event in events.Tensors(tag)]
-        columns[tag] = [(step, float(a.reshape(()))) for step, a in arrays if a.size == 1 and a.dtype.kind in "biuf"]
+    events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
     rows: dict[int, dict[str, float]] = {}
-    for tag, values in columns.items():
+    for tag in events.Tags()["scalars"]:
         kept: list[tuple[int, float]] = []
-        for step, value in values:
-            while kept and kept[-1][0] >= step:
+        for event in events.Scalars(tag):
+            while kept and kept[-1][0] >= event.step:
                 kept.pop()
-            kept.append((step, value))
+            kept.append((event.step, event.value))
         for step, value in kept:
             rows.setdefault(step, {"step": float(step)})[tag] = value
     if not rows:

@@ -13,6 +13,7 @@ import typer
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.documents import read_mapping
+from mismatch_plugin.core import health
 from mismatch_plugin.core.health import HealthWarning, check_health
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.diagnose import normal
@@ -114,11 +115,8 @@ def trends_of(numbers: Sequence[float], rows: Sequence[Row]) -> list[Trend]:
 @dataclass(frozen=True)
 class Run:
     """data: how large the mismatch is. correction: what is left of it. findings: of each kind of warning the newest,
-    and growth that has a cause. metrics: all that were recorded, by header. k3_kl: of the judged steps, NaN where not
-    recorded; tokens: how many they have, None where that was not recorded.
-
-    sound: no number is broken, the correction has no warning, no shift is shared by all tokens (|KL|, mean ratio: no
-    correction repairs it), no trend `broke`, and a mismatch that is large otherwise is corrected.
+    and growth that has a cause. metrics: all that were recorded. k3_kl, tokens: of the judged steps, NaN or None where
+    not recorded. sound: see the exit status of `inspect_run`.
     """
 
     verdict: Verdict
@@ -279,8 +277,7 @@ def inspect_run(
     """Judge a run by the metrics that it wrote, print and draw them. Returns the exit status.
 
     own: the user's settings, in the place of those that the run wrote. run: as of `read_source`. pictures: the folder
-    of the picture, None for none. gated: k3_kl of the judged steps is compared with the bar, too (None: the default
-    one; without tokens by k3_kl alone).
+    of the picture, None for none. bar: of k3_kl where it is gated; None: the default one.
 
     Exit status: 0 sound; 1 where numbers are broken, all tokens share a shift (|KL| above 0.1 or a mean ratio outside
     [0.5, 2] in any judged step), the mismatch has grown 100 times, the correction does not hold, a large mismatch is
@@ -338,13 +335,56 @@ def _written(path: Path) -> MismatchConfig | None:
     return MismatchConfig.build(of_run) if isinstance(of_run, dict) else None
 
 
-def _draw(source: Source, folder: Path) -> tuple[Path | None, str]:
-    """The picture that was written, or why there is none. The verdict does not need it."""
-    try:
-        from mismatch_plugin.diagnose.panels import write_panels
+# The six panels of the rollout-correction guide ----------------------------------------------------------------------
 
-        return write_panels(source.rows, source.numbers, folder), ""
+PANELS: tuple[tuple[str, tuple[str, ...], tuple[float, ...]], ...] = (
+    (
+        "Mean ratio and mean weight",
+        ("rollout_is_ratio_mean", "rollout_is_ratio_unit_mean", "rollout_is_weight_after_mean", "rollout_is_mean"),
+        (1.0, *health.MEAN_RANGE),
+    ),
+    (
+        "Effective sample size",
+        ("rollout_is_ratio_eff_sample_size", "rollout_is_weight_after_eff_sample_size", "rollout_is_eff_sample_size"),
+        (health.MIN_EFFECTIVE_SAMPLE_SIZE,),
+    ),
+    (
+        "Vetoed sequences, rejected tokens (shares)",
+        ("rollout_is_veto_fraction", "rollout_is_masked_fraction"),
+        (health.MAX_VETO_FRACTION,),
+    ),
+    ("KL(rollout ‖ train), nats per token", ("kl", "k3_kl", ABS_GAP), (-health.MAX_KL, 0.0, health.MAX_KL)),
+    ("Perplexity ratio, training / rollout", ("ppl_ratio",), (1.0,)),
+    ("χ² divergence", ("chi2_token", "chi2_seq"), (health.MAX_CHI2,)),
+)
+"""(title, metrics that are drawn where they were recorded, values that are ideal or that `check_health` warns from)."""
+
+
+def _draw(source: Source, folder: Path) -> tuple[Path | None, str]:
+    """`six_panels.png`, or why there is none. The verdict does not need it."""
+    try:
+        from matplotlib.figure import Figure
     except ImportError as error:
         return None, f"no picture: {error}: pip install 'mismatch-plugin[lab]'"
+    order = np.argsort(source.numbers, kind="stable")
+    steps = np.array(source.numbers)[order]
+    drawn, path = Figure(figsize=(15, 8), layout="constrained"), folder / "six_panels.png"
+    for axis, (title, names, marks) in zip(drawn.subplots(2, 3).ravel(), PANELS, strict=True):
+        axis.set(title=title, xlabel="optimizer step")
+        for name in names:
+            values = np.array([row.get(PREFIX + name, np.nan) for row in source.rows])[order]
+            if (there := np.isfinite(values)).any():
+                axis.plot(steps[there], values[there], label=name, marker="." if there.sum() <= 25 else None)
+        if axis.lines:
+            bottom, top = axis.get_ylim()
+            room = 1.5 * (top - bottom)
+            for mark in marks:
+                if bottom - room <= mark <= top + room:  # one far outside would squeeze the curves flat
+                    axis.axhline(mark, color="#555555", linestyle="--", linewidth=0.9)
+            axis.legend(fontsize=8)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        drawn.savefig(path, dpi=110)
     except OSError as error:
         return None, f"no picture: {folder} cannot be written ({error.strerror}); choose another with --out"
+    return path, ""

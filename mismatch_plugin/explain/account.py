@@ -18,7 +18,7 @@ from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.segments import bounded_exp
 from mismatch_plugin.core.units import ActingBounds, acting_bounds
 from mismatch_plugin.core.weights import grown
-from mismatch_plugin.diagnose.levels import units_in
+from mismatch_plugin.diagnose.predict import units_in
 from mismatch_plugin.report.table import NOTHING, Table, figure
 
 PADDING = "·"

@@ -60,6 +60,8 @@ def test_a_fault_is_named_first_and_nothing_is_recommended(tmp_path: Path) -> No
     brief = run(RECORDS, path, "--brief", columns=160).output
     for said in ("Cause: shift_by_one", f"sample 0 ({CLEAN}-0), position 0", "fix: Pair the", "once fixed: mean"):
         assert said in brief
+    advice = told(RECORDS, path, "--accept", "shift_by_one")["recommendation"]
+    assert advice["preset"] == "token_is", "the cause is known and meant"
     assert "ESS of" not in brief and [file.name for file in tmp_path.iterdir()] == ["training.jsonl"]
 
 

@@ -145,21 +145,21 @@ def test_is_this_normal(abs_mean: float, k3_kl: float, options: tuple[str, ...],
     found = inspect(with_gaps(abs_mean, k3_kl), "--brief", *options)
     level = found["mismatch"]
     assert (level["abs_mean"], level["k3_kl"]) == pytest.approx((abs_mean, k3_kl), rel=0.02)
-    assert found["normality"].startswith("normal, " if normal else "not normal for ") and pair in found["normality"]
+    assert found["normality"].startswith("yes, " if normal else "no: for ") and pair in found["normality"]
     assert found["verdict"] in ("fault", "normal" if normal else "large")
 
 
 def test_what_was_measured_here_is_not_called_published_and_stale_rollouts_are_a_kind_of_their_own() -> None:
     said = "mean |Δ log p| 0.036 (ours 0.03), k3 0.0013 (ours 0.0008)"
     own = inspect(with_gaps(0.036, 1.3e-3), "--brief", "--trainer", "fp32")["normality"]
-    assert own == f"normal, within twice the largest known for bf16 engine, fp32 trainer: {said}."
+    assert own == f"yes, within twice the largest known for bf16 engine, fp32 trainer: {said}."
     span = {"weight_versions": [WeightSpan(version="3", start=0, end=100)], "trainer_version": "7"}
     found = inspect([one.with_fields(**span) for one in with_gaps(0.05, 0.005)], "--brief")
-    words = "normal, as known for stale rollouts: k3 0.005 (published 0.0017 to 0.0054, ours "
+    words = "yes, as known for stale rollouts: k3 0.005 (published 0.0017 to 0.0054, ours "
     assert found["normality"].startswith(words), found["normality"]
     rows = [[-1.0, -2.0] * 60]
     found = inspect(samples_of(rows, rows))
-    assert found["normality"].startswith("an exact zero") and {*found["size"]["quantiles"].values()} == {0.0}
+    assert found["normality"].startswith("yes, an exact zero") and {*found["size"]["quantiles"].values()} == {0.0}
 
 
 @pytest.mark.parametrize(

@@ -121,28 +121,33 @@ def test_every_prediction_is_what_training_reports_and_the_gradient_does(tmp_pat
 def test_the_own_settings_come_first_then_every_preset() -> None:
     items = predicted()["predictions"]
     names = [item["setting"] for item in items]
-    presets = [name.split(",")[0] for name in names[1 : 1 + len(PRESETS)]]
+    presets = [name.split(":")[0] for name in names[1 : 1 + len(PRESETS)]]
     assert [item["own"] for item in items[:2]] == [True, False] and presets == [preset.short for preset in PRESETS]
     own = mp.MismatchConfig.build(items[0]["settings"])
     assert own.tis.batch_normalize and own.rs.veto_threshold == 0.4 and len(names) == len({*names})
     found = {item["setting"]: item for item in items}
     # The clip of an objective acts in the first step of bypass.
-    assert found["algorithm 1, objective cispo"]["ess"] > found["algorithm 1, objective gspo"]["ess"]
+    bypass = "--use-rollout-log-probs --mismatch-objective"
+    assert found[f"{bypass} cispo"]["ess"] > found[f"{bypass} gspo"]["ess"]
     for item in items:
-        if item["setting"].startswith(("trm", "opsm")):  # parameters from the data
-            assert "keeps 99%)" in item["setting"] and 0.9 < item["kept"] <= 1.0, item
+        name, _, flags = item["setting"].rpartition(": ")
+        if name in ("trm", "opsm"):  # parameters from the data
+            assert 0.9 < item["kept"] <= 1.0, item
+        if flags.startswith("--"):  # to be pasted
+            assert read(flags.split()) == settings_of(item), item
+    assert all(item["bias"] == 0.0 or item["bias"] > 1e-12 for item in items)
 
 
 def test_what_the_data_cannot_decide_is_left_out_and_said() -> None:
     bare = [one.with_fields(advantages=None, weight_versions=()) for one in BATCH]
     conditional = {"opsm", "dppo_tv", "dppo_kl"}
-    assert conditional <= {item["setting"].split(",")[0] for item in predicted()["predictions"]}
+    assert conditional <= {item["setting"].split(":")[0] for item in predicted()["predictions"]}
     for flags, lack in (
         ("--rs-criterion token:tv:0.1@away", "advantages"),
         ("--rs-max-staleness 1", "weight versions of all tokens and of the trainer"),
     ):
         found = inspect(bare, "--flags", flags, *ANYTHING)
-        names = {item["setting"].split(",")[0] for item in found["predictions"]}
+        names = {item["setting"].split(":")[0] for item in found["predictions"]}
         assert not conditional & names and not any(item["own"] for item in found["predictions"])
         assert f"your settings are not measured, nor predicted: the dump lacks {lack}" in found["notes"]
 

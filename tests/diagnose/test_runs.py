@@ -16,6 +16,7 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.core.metrics.registry import METRICS
+from mismatch_plugin.diagnose.runs import PANELS
 from mismatch_plugin.hooks.hosts import HOSTS
 from mismatch_plugin.report.log import to_json, write_step
 from tests.diagnose.door import run, text, told
@@ -164,13 +165,13 @@ def test_what_other_trainers_record_is_read_and_judged(tmp_path: Path, trainer: 
         assert "metrics of the trainer itself are read under our names" in found["notes"][0]
 
 
-def events(folder: Path, *, start: int = 1, shift: float = 0.0, suffix: str = "", new_style: bool = False) -> Path:
+def events(folder: Path, *, start: int = 1, shift: float = 0.0, suffix: str = "") -> Path:
     pytest.importorskip("tensorboard", reason="TensorBoard's files need the extra [lab]")
     from torch.utils.tensorboard.writer import SummaryWriter
 
     with SummaryWriter(str(folder), filename_suffix=suffix) as writer:
         for step in range(start, start + 3):
-            writer.add_scalar(f"train/{KL}", 0.25 * step + shift, step, new_style=new_style)
+            writer.add_scalar(f"train/{KL}", 0.25 * step + shift, step)
             writer.add_scalar("reward", 1.0, step)
         writer.add_text("rollout_corr/note", "text and tensors hide no number", 1)
         writer.add_histogram("rollout_corr/weights", torch.arange(5.0), 1)
@@ -183,8 +184,7 @@ def test_tensorboard_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for given in (tmp_path, folder, next(folder.iterdir())):
         found = told(given)
         assert values(found) == (0.75, 0.25, 0.75) and found["steps"] == 3
-    other = told(events(tmp_path / "other", new_style=True))
-    assert values(other) == (0.75, 0.25, 0.75) and other["steps"] == 3
+    events(tmp_path / "other")
     assert "events of 2 runs: give one of logs/run, other" in told(tmp_path)["headline"]
     (path,) = folder.iterdir()
     whole = path.read_bytes()
@@ -383,8 +383,8 @@ def test_a_kl_that_grows_under_a_k3_that_stays_is_told_and_steps_are_put_in_orde
 def test_inspect_draws_what_is_there_and_the_verdict_does_not_need_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    panels = pytest.importorskip("mismatch_plugin.diagnose.panels", reason="pictures need the extra [lab]")
-    names = {name for _, names, _ in panels.PANELS for name in names}
+    pytest.importorskip("matplotlib", reason="pictures need the extra [lab]")
+    names = {name for _, names, _ in PANELS for name in names}
     assert names - {metric.name for metric in METRICS} == {"log_ratio_abs_mean"}
     own = tmp_path / "run"
     write_step(own, CONFIG, {f"rollout_corr/{name}": 0.5 for name in names})
@@ -397,7 +397,6 @@ def test_inspect_draws_what_is_there_and_the_verdict_does_not_need_it(
     assert (tmp_path / "p" / "six_panels.png").read_bytes().startswith(b"\x89PNG")
     assert found["source"] == str(own / "metrics.jsonl")
     assert "picture" not in run(own, "--no-report").output
-    monkeypatch.delitem(sys.modules, "mismatch_plugin.diagnose.panels")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     without = run(own)
     assert "pip install 'mismatch-plugin[lab]'" in without.output

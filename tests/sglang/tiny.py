@@ -20,7 +20,7 @@ from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.data.served import META_KEY
 from mismatch_plugin.diagnose.batch import make_batch
 from mismatch_plugin.diagnose.detectors.run import check_batch
-from mismatch_plugin.diagnose.findings import Finding
+from mismatch_plugin.diagnose.result import Finding
 from mismatch_plugin.sglang.client import SGLangClient
 from mismatch_plugin.sglang.control import serialised
 from mismatch_plugin.sglang.fingerprints import digests, fingerprint

@@ -13,10 +13,9 @@ import numpy as np
 
 from mismatch_plugin.data.arrays import Floats, Ints
 from mismatch_plugin.data.sample import Sample
-from mismatch_plugin.diagnose.batch import Batch, Outcome
-from mismatch_plugin.diagnose.detectors.distance import CLIP, Comparison, average, between, compare, distances, told
+from mismatch_plugin.diagnose.batch import CLIP, Batch, Comparison, Outcome, average, between, compare, distances, told
 from mismatch_plugin.diagnose.detectors.numbers import eos_finding
-from mismatch_plugin.diagnose.findings import Item, LogProbSide, place_of, too_few
+from mismatch_plugin.diagnose.result import Item, LogProbSide, place_of, too_few
 
 MAX_LAG = 8
 """Boundaries are looked for up to so many tokens off."""

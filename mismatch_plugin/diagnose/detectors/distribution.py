@@ -11,8 +11,8 @@ import numpy as np
 
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens
-from mismatch_plugin.diagnose.findings import Finding, Item, Side, Undecided, place_of, too_few
 from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS, FAR_ABS_MEAN
+from mismatch_plugin.diagnose.result import Finding, Item, Side, Undecided, place_of, too_few
 
 GAP_TRIM = 0.005
 """Of the gap's distribution on each side is pulled in to that quantile: one wild token must not decide a slope."""
@@ -124,7 +124,7 @@ def fit(tokens: Tokens) -> Fit:
         repeated=effect(2) if both else Effect(0.0, 0.0, 0.0),
         upper=float(gap.var(ddof=1)) / together if together else math.inf,
         noise=variance / max(float(x.var()), 1e-12),
-        quarters=tuple(float(gap[quarter].mean()) for quarter in np.array_split(tokens.order, 4)),
+        quarters=tuple(float(gap[quarter].mean()) for quarter in np.array_split(tokens.order[::-1], 4)),
     )
 
 

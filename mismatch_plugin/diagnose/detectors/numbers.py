@@ -14,7 +14,7 @@ from mismatch_plugin.core.validity import FLOOR, POSITIVE_TOLERANCE, ZERO_FILL_G
 from mismatch_plugin.data.arrays import Bools, Floats, Ints, is_null
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.diagnose.batch import FIELD, Batch, Outcome
-from mismatch_plugin.diagnose.findings import SIDES, Confidence, FaultName, Item, LogProbSide, place_of, too_few
+from mismatch_plugin.diagnose.result import SIDES, Confidence, FaultName, Item, LogProbSide, place_of, too_few
 
 FILL_GAP = 0.5
 """Several exact 0.0 where the other side is below −0.5: certain tokens do not differ by that much."""
@@ -155,28 +155,29 @@ def _number_finding(batch: Batch, name: FaultName, side: LogProbSide, hits: Hits
 
 
 def find_null_eos(batch: Batch) -> Outcome:
-    """Responses that have null on the last token and nowhere else."""
-    whole = [sample for sample in batch if len(sample.rollout_log_probs) == len(sample) > 1]
-    nulls = [(sample, is_null(sample.rollout_log_probs) & sample.mask) for sample in whole]
-    chosen = [sample for sample, at in nulls if at[-1] and at.sum() == 1]
-    if sum(bool(at.any() and not at[-1]) for _, at in nulls) >= len(chosen):
-        return [], batch  # nulls everywhere are no EOS
-    return _without_eos(batch, chosen, "stands a token with null for a log-prob")
+    """Responses that have null on the last token."""
+    whole = [one for one in batch if len(one.rollout_log_probs) == len(one) > 1]
+    hits = [(one, is_null(one.rollout_log_probs) & one.mask) for one in whole]
+    return _without_eos(batch, hits, "stands a token with null for a log-prob")
 
 
 def find_zero_eos(batch: Batch) -> Outcome:
     """Responses that have 0.0 on the last token, where the training side is far from it; sides must be aligned."""
-    ending = [sample for sample in batch if len(sample) > 1 and sample.usable[-1]]
-    chosen = [one for one in ending if one.rollout_log_probs[-1] == 0.0 and one.train_log_probs[-1] < -FILL_GAP]
-    if len(chosen) == 1 and chosen[0].train_log_probs[-1] > -ZERO_FILL_GAP:
+    whole = [one for one in batch if one.comparable and len(one) > 1]
+    hits = [(one, one.usable & (one.rollout_log_probs == 0.0) & (one.train_log_probs < -FILL_GAP)) for one in whole]
+    ending = [one.train_log_probs[-1] for one, at in hits if at[-1]]
+    if len(ending) == 1 and ending[0] > -ZERO_FILL_GAP:
         return [], batch
-    return _without_eos(batch, chosen, "stands a token with exactly 0.0, which is far from that to the trainer")
+    return _without_eos(batch, hits, "stands a token with exactly 0.0, which is far from that to the trainer")
 
 
-def _without_eos(batch: Batch, chosen: list[Sample], what: str) -> Outcome:
-    """Named EOS if it is one by id, or the same id in several responses."""
+def _without_eos(batch: Batch, hits: list[tuple[Sample, Bools]], what: str) -> Outcome:
+    """Named EOS if it is one by id, or the same id in several responses; where as many responses have such values
+    elsewhere, those at an end are like them. hits: [n] which tokens of a sample have them."""
+    chosen = [sample for sample, at in hits if at[-1] and at.sum() == 1]
     ids = {int(sample.response_ids[-1]) for sample in chosen}
-    if not chosen or not (ids <= batch.eos_ids or (len(ids) == 1 and len(chosen) > 1)):
+    eos = ids <= batch.eos_ids or (len(ids) == 1 and len(chosen) > 1)
+    if not eos or sum(bool(at[:-1].any()) for _, at in hits) >= len(chosen):
         return [], batch
     changed: dict[int, dict[str, Any]] = {}
     for sample in chosen:
@@ -282,34 +283,21 @@ def _factor(batch: Batch) -> Outcome:
 # Log-probs that lost digits on the way
 
 
-def fits_bf16(values: Floats) -> Bools:
-    """Which values bf16 can hold exactly, seen through float32: its low 16 bits are 0."""
-    return values.astype(np.float32).view(np.uint32) & 0xFFFF == 0
-
-
-def fits_fp16(values: Floats) -> Bools:
-    """Which values fp16 can hold exactly, seen through float32."""
-    single = values.astype(np.float32)
-    with np.errstate(over="ignore"):
-        return single.astype(np.float16).astype(np.float32) == single
-
-
-def fits_decimals(values: Floats) -> Bools:
-    """Which values are decimals of `DECIMALS` places."""
-    return np.abs(values - np.round(values, DECIMALS)) < 1e-9
-
-
 NARROW: dict[FaultName, tuple[Callable[[Floats], Bools], str, str]] = {
-    "bf16": (fits_bf16, "are numbers that bf16 can hold, steps of 2^-8 of its size",
+    "bf16": (lambda values: values.astype(np.float32).view(np.uint32) & 0xFFFF == 0,  # its low 16 bits
+        "are numbers that bf16 can hold, steps of 2^-8 of its size",
         "Cast logits to float32 before the log-softmax, and do not store or send log-probs in bf16."),
-    "fp16": (fits_fp16, "are numbers that fp16 can hold, steps of 2^-11 of its size",
+    "fp16": (lambda values: values.astype(np.float16).astype(np.float32) == values.astype(np.float32),
+        "are numbers that fp16 can hold, steps of 2^-11 of its size",
         "Keep log-probs in float32 from the log-softmax on: do not store or send them in fp16."),
-    "rounded": (fits_decimals, f"have at most {DECIMALS} decimals",
+    "rounded": (lambda values: np.abs(values - np.round(values, DECIMALS)) < 1e-9,
+        f"have at most {DECIMALS} decimals",
         "Write log-probs with all their digits (repr of a float32 has up to nine)."),
 }  # fmt: skip
 """Which values a form of number can hold, what is said of them, and what to do."""
 
 
+@np.errstate(over="ignore")
 def find_precision(batch: Batch) -> Outcome:
     """By sample and side, so that one of several engines is found too. Looks at the values as they were given."""
     found: list[Item] = []

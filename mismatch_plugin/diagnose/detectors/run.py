@@ -7,65 +7,23 @@ from typing import NamedTuple
 
 from mismatch_plugin.diagnose.batch import Batch, Outcome
 from mismatch_plugin.diagnose.detectors import alignment, distribution, numbers, served, size, tokens, weights
-from mismatch_plugin.diagnose.findings import CheckResult, FaultName, Finding, Item, Undecided
+from mismatch_plugin.diagnose.result import CheckResult, FaultName, Finding, Item, Undecided
 
-
-class Fault(NamedTuple):
-    """A row of docs/inspect.md. compared: it shows only next to a training side."""
-
-    happened: str
-    shown_by: str
-    compared: bool = False
-
-
-PLUGIN = "the server's plugin"
-FAULTS: dict[FaultName, Fault] = {
-    "label_reused": Fault("weights changed under one and the same version", PLUGIN),
-    "other_weights": Fault("a server serves other weights than the trainer sent", f"{PLUGIN}; `weight_fingerprint`"),
-    "stale_cache": Fault("the cache was not flushed after an update", f"{PLUGIN}; samples with a cached prompt"),
-    "update_lost_in_precision": Fault("bfloat16 rounded most of an update away", f"{PLUGIN}; both checkpoints"),
-    "server_differs": Fault("a server has other weights, precision or version", f"{PLUGIN}; rescoring with `--url`"),
-    "token_ids": Fault("the trainer sees other response ids", "ids", True),
-    "prompt_ids": Fault("the trainer sees another prompt", "ids", True),
-    "cloned_group": Fault("equal responses in one group, at a temperature above 0", "ids, and how unlikely"),
-    "replay_off": Fault("experts are not replayed as they were", "routes of both sides", True),
-    "eos_appended": Fault("an appended end token that nobody sampled", "null, 0.0 or one token more at the end"),
-    "sign": Fault("losses in place of log-probs", "positive values"),
-    "probabilities": Fault("probabilities in place of log-probs", "values in (0, 1]"),
-    "log_base": Fault("logs of base 2 or 10, or log-probs times a factor", "one factor at every size", True),
-    "missing": Fault("null in place of a log-prob", "the value"),
-    "nan": Fault("NaN", "the value"),
-    "infinite": Fault("+inf", "the value"),
-    "positive": Fault("a log-prob above 0", "the value"),
-    "floor": Fault("−inf or a clamp at a floor", "the value, and its repetition"),
-    "retokenised": Fault("text decoded and encoded again", "sides agree up to a position, and not behind it", True),
-    "swapped_samples": Fault("log-probs of another sample", "another sample's fit better", True),
-    "length": Fault("a list that is not as long as the response", "lengths"),
-    "boundary": Fault("the response is cut at another place", "a shift by 2 to 8 tokens fits better", True),
-    "shift_by_one": Fault("log-probs of the next or previous token", "a shift by one fits better", True),
-    "zero_fill": Fault("0.0 filled in where nothing came", "0.0 next to a far log-prob", True),
-    "wrong_prompt": Fault("another prompt, template or BOS", "the gap decays, or is less after longer prompts", True),
-    "unrelated": Fault("the sides have nothing in common", "no rank correlation", True),
-    "token_offset": Fault("few ids with a bias, a ban or other embedding rows", "their gap in every sample", True),
-    "temperature": Fault("only one side divides by the temperature", f"{PLUGIN}; slope of the gap; entropies", True),
-    "penalty": Fault("a repetition penalty on one side", "an offset on tokens that occurred before", True),
-    "truncation": Fault("top-p, top-k or min-p on one side", "what is recorded; gaps of one sign; entropies"),
-    "mixed_versions": Fault("weights changed inside a response, or servers differ", "recorded versions"),
-    "staleness": Fault("sampled by weights too many steps behind", "recorded versions", True),
-    "stale_server": Fault("one server or worker is behind", f"{PLUGIN}; its samples lie further off", True),
-    "weights_not_updated": Fault(
-        "updates never reached the sampler, whatever its label says",
-        f"{PLUGIN}; the label `default`; the weights of `--reference-checkpoint` fit; the gap grows with the version",
-        True,
-    ),
-    "weights_partly_updated": Fault("only some layers arrived", f"{PLUGIN}; a mix of both checkpoints fits best", True),
-    "quantised": Fault("sides in different precision", "even noise above bf16's, of a size such pairs have", True),
-    "moe_routing": Fault("a router chose other experts", "few tokens far off, in any place, sample and id", True),
-    "unexplained": Fault("nothing known explains so large a gap", "its size, and which samples hold it", True),
-    "bf16": Fault("log-probs were rounded to bf16", "their digits"),
-    "fp16": Fault("log-probs were rounded to fp16", "their digits"),
-    "rounded": Fault("log-probs were rounded to few decimals", "their digits"),
-}
+FAULTS: tuple[FaultName, ...] = (
+    "label_reused", "other_weights", "stale_cache", "update_lost_in_precision", "server_differs", "token_ids",
+    "prompt_ids", "cloned_group", "replay_off", "eos_appended", "sign", "probabilities", "log_base",
+    "missing", "nan", "infinite", "positive", "floor", "retokenised", "swapped_samples", "length", "boundary",
+    "shift_by_one", "zero_fill", "wrong_prompt", "unrelated", "token_offset", "temperature", "penalty",
+    "truncation", "mixed_versions", "staleness", "stale_server", "weights_not_updated",
+    "weights_partly_updated", "quantised", "moe_routing", "unexplained", "bf16", "fp16", "rounded",
+)  # fmt: skip
+"""docs/inspect.md says of each what happened and what shows it."""
+ALONE = (
+    "label_reused", "other_weights", "stale_cache", "update_lost_in_precision", "server_differs",
+    "cloned_group", "eos_appended", "sign", "probabilities", "missing", "nan", "infinite", "positive",
+    "floor", "length", "truncation", "mixed_versions", "bf16", "fp16", "rounded",
+)  # fmt: skip
+"""Those that show without a training side, too."""
 
 
 class Detector(NamedTuple):
@@ -136,7 +94,7 @@ def check_batch(batch: Batch, *, accept: Collection[str] = (), found: Sequence[I
     told = _faults(items)
     items += found
     if not given.has_training:
-        needed = tuple(name for name, fault in FAULTS.items() if fault.compared)
+        needed = tuple(name for name in FAULTS if name not in ALONE)
         items.append(Undecided(faults=needed, reason=NO_TRAINING))
     for detector in DETECTORS:
         known = _faults(items)

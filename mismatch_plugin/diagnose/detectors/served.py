@@ -15,9 +15,9 @@ from mismatch_plugin.data.sampling import GREEDY_BELOW
 from mismatch_plugin.data.served import LastUpdate, Served, ServedWeights
 from mismatch_plugin.data.versions import INITIAL_VERSION, version_number
 from mismatch_plugin.diagnose.batch import Batch, Outcome
+from mismatch_plugin.diagnose.detectors.checkpoints import OLD_FIX, delivered
 from mismatch_plugin.diagnose.detectors.distribution import PENALTY_FIX, TEMPERATURE_FIXES, TRUNCATION_FIXES
-from mismatch_plugin.diagnose.detectors.layers import OLD_FIX, delivered
-from mismatch_plugin.diagnose.findings import FaultName, Finding, Item, Place, called
+from mismatch_plugin.diagnose.result import FaultName, Finding, Item, Place, called
 
 MOST_NAMES = 4
 FIELDS = (
@@ -69,13 +69,6 @@ def few(workers: Iterable[tuple[str | None, int | None]]) -> str:
     return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
 
 
-def minority(of: dict[Any, dict[Any, Any]]) -> list[dict[Any, Any]]:
-    """All groups but the one of the most workers; none where two have as many. of: value → worker → anything."""
-    most = max(map(len, of.values()))
-    fewer = [by for by in of.values() if len(by) < most]
-    return fewer if len(of) - len(fewer) == 1 else []
-
-
 def _told(batch: Batch) -> Told:
     """Samples with a token that trains of servers that told of it."""
     return [(sample, served) for sample in batch if (served := sample.served) is not None and sample.mask.any()]
@@ -100,12 +93,13 @@ def note(batch: Batch) -> list[str]:
 def find_settings(batch: Batch) -> Outcome:
     """The temperature applied, filters, shifts and precision."""
     told, found = _told(batch), list[Item]()
-    filtered = [(sample, served.filters) for sample, served in told if not _tells_filters(sample)]
-    shifted = [
-        (sample, served.shifts)
-        for sample, served in told
-        if not sample.sampling.penalised and not sample.sampling.min_new_tokens
-    ]
+    filtered, shifted = list[tuple[Sample, Sequence[str]]](), list[tuple[Sample, Sequence[str]]]()
+    for sample, served in told:
+        asked = sample.sampling
+        if not (asked.greedy or asked.filtered or sample.behaviour_log_probs is not None):
+            filtered.append((sample, served.filters))
+        if not (asked.penalised or asked.min_new_tokens):
+            shifted.append((sample, served.shifts))
     for fault, pairs, fix in (
         ("truncation", filtered, TRUNCATION_FIXES["recorded"]),
         ("penalty", shifted, PENALTY_FIX),
@@ -120,10 +114,6 @@ def find_settings(batch: Batch) -> Outcome:
             fix = f"{DEFAULTS_FIX if any(sample.asked for sample in samples) else RECORD_FIX} {fix}"
             found.append(batch.finding(fault, "rollout", evidence, fix, samples, confidence="certain"))
     return [*_temperature(batch, told), *found, *_differ(batch, told)], batch
-
-
-def _tells_filters(sample: Sample) -> bool:
-    return sample.sampling.greedy or sample.sampling.filtered or sample.behaviour_log_probs is not None
 
 
 def _temperature(batch: Batch, told: Told) -> list[Item]:
@@ -154,18 +144,15 @@ def _temperature(batch: Batch, told: Told) -> list[Item]:
 def _differ(batch: Batch, told: Told) -> list[Item]:
     """Workers of other precision, quantisation, decoding or version."""
     said: list[str] = []
-    odd: dict[int, Sample] = {}
     for field in FIELDS:
-        of: dict[Any, dict[Any, list[Sample]]] = defaultdict(lambda: defaultdict(list))
-        for sample, served in told:
-            of[getattr(served, field)][served.worker].append(sample)
+        of: dict[Any, list[Any]] = defaultdict(list)
+        for _, served in told:
+            of[getattr(served, field)].append(served.worker)
         if len(of) > 1:
-            said.append(f"{field} is " + ", ".join(f"{value} on {few(by)}" for value, by in of.items()))
-            for by in minority(of) or of.values():
-                odd |= {sample.index: sample for samples in by.values() for sample in samples}
-    if not odd:
+            said.append(f"{field} is " + ", ".join(f"{value} on {few(workers)}" for value, workers in of.items()))
+    if not said:
         return []
-    evidence, samples = f"Servers differ: {'; '.join(said)}.", [odd[index] for index in sorted(odd)]
+    evidence, samples = f"Servers differ: {'; '.join(said)}.", [sample for sample, _ in told]
     return [batch.finding("server_differs", "rollout", evidence, DIFFERS_FIX, samples, confidence="certain")]
 
 
@@ -395,7 +382,9 @@ def _stale(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set[Key]]
         why = "Behind"
         chosen = [by_worker for by_worker in by.values() if any(map(_behind, chain(*by_worker.values())))]
         if len(chosen) in (0, len(by)):
-            why, chosen = "In the minority", minority(by)
+            most = max(map(len, by.values()))
+            fewer = [by_worker for by_worker in by.values() if len(by_worker) < most]
+            why, chosen = "In the minority", fewer if len(by) - len(fewer) == 1 else []
         wrong = [piece for own in chosen or by.values() for piece in chain(*own.values())]
         if not odd:
             shown = "; ".join(f"{print_} on {few(by_worker)}" for print_, by_worker in by.items())

@@ -12,9 +12,7 @@ import numpy as np
 
 from mismatch_plugin.data.arrays import Bools, Floats
 from mismatch_plugin.data.versions import version_number
-from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens
-from mismatch_plugin.diagnose.detectors.distance import CLIP, ordinary, rank_correlation, telling
-from mismatch_plugin.diagnose.findings import Finding, Mismatch
+from mismatch_plugin.diagnose.batch import CLIP, Batch, Outcome, Tokens, ordinary, rank_correlation, telling
 from mismatch_plugin.diagnose.normal import (
     BF16_NOISE,
     ENOUGH_TOKENS,
@@ -25,6 +23,7 @@ from mismatch_plugin.diagnose.normal import (
     largest_published,
     size_class,
 )
+from mismatch_plugin.diagnose.result import Finding, Mismatch
 from mismatch_plugin.limits import SAFETY_BOUND
 
 OUTLIER_NATS, OUTLIER_TIMES = 0.3, 20.0

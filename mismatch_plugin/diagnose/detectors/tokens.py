@@ -14,11 +14,21 @@ import numpy as np
 
 from mismatch_plugin.data.arrays import Bools, Floats, Ints
 from mismatch_plugin.data.sample import Sample
-from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens, medians
+from mismatch_plugin.diagnose.batch import (
+    CLIP,
+    Batch,
+    Outcome,
+    Tokens,
+    compare,
+    distances,
+    medians,
+    ordinary,
+    rank_correlation,
+    telling,
+)
 from mismatch_plugin.diagnose.detectors.alignment import IDS_FIX, LAGS, PROMPT_FIX, moved
-from mismatch_plugin.diagnose.detectors.distance import CLIP, compare, distances, ordinary, rank_correlation, telling
-from mismatch_plugin.diagnose.findings import Confidence, Finding, place_of
 from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS
+from mismatch_plugin.diagnose.result import Confidence, Finding, place_of
 
 EARLY_TOKENS = 16
 """Tokens of a response that are early, at most; a third of a shorter one. Late ones are its second half."""
@@ -56,9 +66,8 @@ tell nothing."""
 OFFSET_TIMES_OTHER_IDS, MIN_OTHER_IDS = 6.0, 10
 """An id is odd by so many times what 90 % of the others stay below: a step of the weights moves some ids of a small
 model five times as far."""
-MIN_OFFSET_SAMPLES, OFFSET_SHARE, MAX_ODD_IDS, MAX_ODD_TOKENS, CONSTANT_OFFSET = 6, 0.75, 0.1, 0.3, 0.25
-"""Samples with the id, the share of them that is far off; the share of ids and of tokens at most; spread over mean of
-an offset that one number explains."""
+MIN_OFFSET_SAMPLES, OFFSET_SHARE, MAX_ODD_IDS, MAX_ODD_TOKENS = 6, 0.75, 0.1, 0.3
+"""Samples with the id, the share of them that is far off; the share of ids and of tokens at most."""
 
 
 def _borders(sample: Sample) -> list[int]:
@@ -299,9 +308,7 @@ def find_unrelated(batch: Batch) -> Outcome:
         "logits one position before each token (not those of the token itself)."
     )
     told = {"rank_correlation": correlation, "abs_mean": float(gap.mean())}
-    first = tokens.where(gap > UNRELATED_GAP)
-    place = place_of(batch.samples[int(first.sample[0])], int(first.position[0]))
-    return [batch.finding_at("unrelated", "both", evidence, fix, tokens, statistics=told, first=place)], batch
+    return [batch.finding_at("unrelated", "both", evidence, fix, tokens, statistics=told)], batch
 
 
 def find_token_offset(batch: Batch) -> Outcome:
@@ -335,15 +342,11 @@ def find_token_offset(batch: Batch) -> Outcome:
     if not len(odd) or len(odd) > max(3, MAX_ODD_IDS * judged.sum()) or chosen.mean() > MAX_ODD_TOKENS:
         return [], batch
     biased = tokens.where(chosen)
-    rollout, training = (np.minimum(values, -1e-6) for values in (biased.rollout, biased.training))
-    logit = biased.gap + np.log(np.expm1(rollout) / np.expm1(training))
-    fits = "Other rows of the embedding or output layer fit: added tokens that one side lacks, or padded rows"
-    if any(change.std() < CONSTANT_OFFSET * abs(change.mean()) for change in (biased.gap, logit)):
-        fits = "One number fits: a logit bias, or a ban, on one side"
     mean, rest_mean = float(biased.gap.mean()), float(tokens.gap[~chosen].mean())
     evidence = (
         f"{len(biased)} of {len(tokens)} tokens are of id {', '.join(map(str, odd[:6]))}{', …' * (len(odd) > 6)} and "
-        f"have a mean gap of {mean:+.3g} nats, the others {rest_mean:+.3g}. {fits}."
+        f"have a mean gap of {mean:+.3g} nats, the others {rest_mean:+.3g}: a logit bias or a ban on one side, or "
+        f"other rows of the embedding or output layer (added tokens that one side lacks, padded rows)."
     )
     fix = (
         "Compare both engines' logits at these ids: logit_bias, banned or suppressed ids, rows of added tokens "

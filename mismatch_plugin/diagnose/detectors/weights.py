@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 
 import numpy as np
 
 from mismatch_plugin.data.arrays import Bools, Floats
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.versions import INITIAL_VERSION, version_number
-from mismatch_plugin.diagnose.batch import Batch, Outcome
-from mismatch_plugin.diagnose.detectors.distance import logit_gap, mann_whitney, rank_correlation
-from mismatch_plugin.diagnose.detectors.layers import OLD_FIX, find_start, versions_of
+from mismatch_plugin.diagnose.batch import Batch, Outcome, logit_gap, mann_whitney, rank_correlation
+from mismatch_plugin.diagnose.detectors.checkpoints import OLD_FIX, find_start, versions_of
 from mismatch_plugin.diagnose.detectors.served import BEHIND_FIX, CACHE_FIX, few, weights_agree
 from mismatch_plugin.diagnose.detectors.size import UNRELATED
-from mismatch_plugin.diagnose.findings import Finding, Item, Undecided, called, place_of
 from mismatch_plugin.diagnose.normal import LOGIT_GAPS
+from mismatch_plugin.diagnose.result import Finding, Item, Undecided, called, place_of
 
 FLOOR, PRECISION = LOGIT_GAPS["float32"], LOGIT_GAPS["16 bits"]
 """Logit gaps below FLOOR count as that: two servers in float32 do not differ by a ratio of rounding. PRECISION: above
@@ -162,6 +162,7 @@ def find_split(batch: Batch) -> Outcome:
     return [batch.finding("stale_server", "rollout", evidence, RECORD_FIX, samples, **about)], batch
 
 
+@lru_cache(maxsize=1)  # several detectors ask for the same batch
 def score(batch: Batch) -> Scored:
     """The samples with enough tokens."""
     like: dict[Hashable, Scored] = defaultdict(list)

@@ -15,7 +15,7 @@ import numpy as np
 
 from mismatch_plugin.diagnose.batch import Batch, Outcome, make_batch
 from mismatch_plugin.diagnose.detectors import distribution, tokens, weights
-from mismatch_plugin.diagnose.findings import Finding
+from mismatch_plugin.diagnose.result import Finding
 from mismatch_plugin.report.table import Table
 from tests.diagnose.detectors.test_planted import HELD_OUT, SIZES, Run, clean_of_families, of_model
 from tests.fixtures.sglang_check.plants import CASES, EOS

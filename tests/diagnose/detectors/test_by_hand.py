@@ -96,6 +96,7 @@ NOISE = DRAW.normal(0, 0.3, 160)
 LOGITS = np.concatenate([np.linspace(0.5, 12, 60), -np.linspace(0.5, 12, 60)])
 P = np.log([0.5, 0.5, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125] * 20)
 """Tokens of p = (1/2, 1/4, 1/8, 1/8), as often as they are expected."""
+ENDS = SamplingParameters(stop_token_ids=(129,))
 TINY = [[-(2.0**-24) * count for count in range(1, 40)]]
 
 
@@ -109,6 +110,10 @@ def unlikely_at(temperature: float, noise: float) -> list[float]:
 FALSE: dict[str, tuple[list[Sample], str]] = {
     "zeros at the end, of ids that end nothing": (
         samples_of([[-1.0, -2.0, 0.0], [-1.5, 0.0]], [[-1.0, -2.0, -6.0], [-1.5, -4.0]], [[5, 6, 2], [7, 3]]),
+        "eos_appended",
+    ),
+    "fills, one on a sampled end": (
+        samples_of(put(put(WAVES, 0, 29, 0.0), 1, 4, 0.0), WAVES, IDS, sampling=ENDS),
         "eos_appended",
     ),
     "masked tokens": (samples_of([[None, *WAVES[0][1:]]], [[NAN, *WAVES[0][1:]]], loss_mask=[0] + [1] * 29), "missing"),

@@ -283,6 +283,8 @@ def test_the_page_has_the_tables_of_these_runs_and_every_fault_is_planted_somewh
     page = PAGE.read_text(encoding="utf-8")
     for table in (recorded_table(), held_out_table()):
         assert table.to_markdown() in page, f"the table of docs/inspect.md is another:\n{table.to_markdown()}"
+    described = page.partition("## What is found")[2].partition("\nA k3 above")[0]
+    assert [line.split("`")[1] for line in described.splitlines() if line.startswith("| `")] == FAULTS
     # Told by servers, or of groups and experts: test_told.py, test_weights.py.
     elsewhere = {"server_differs", "label_reused", "other_weights", "replay_off"}
     elsewhere |= {"stale_cache", "update_lost_in_precision", "cloned_group"}
