@@ -174,17 +174,9 @@ class Rejection(Section):
         f"{', '.join(get_args(Statistic))}; conditions: {', '.join(get_args(Condition))}; budgets, which raise the "
         "upper bound from the second step on: share=Q (at most that share is rejected), mean=τ (of what is kept)",
         flag="--rs-criterion",
-        slime="use_rs, rs_level, rs_lower_bound, rs_upper_bound",
-        verl="rollout_rs, rollout_rs_threshold",
     )
     veto_threshold: float | None = described(
-        None,
-        "any token with ρ below this rejects its sequence",
-        unit="ratio",
-        slime="rs_veto_threshold",
-        verl="rollout_token_veto_threshold",
-        gt=0.0,
-        lt=1.0,
+        None, "any token with ρ below this rejects its sequence", unit="ratio", gt=0.0, lt=1.0
     )
     policy: JudgedPolicy = described(
         "auto",

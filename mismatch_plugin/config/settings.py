@@ -1,4 +1,4 @@
-"""Every setting of the correction, with what follows from it; a setting's metadata is next to its definition.
+"""Every setting of the correction, with what follows from it.
 
 The argparse group (`flags.py`) and the table of docs/settings.md are generated from these fields.
 """
@@ -36,23 +36,13 @@ class Settings(Section):
         "use SGLang's log-probs as the old policy; no second forward pass",
         flag="--use-rollout-log-probs",
         aliases=("--use_rollout_log_probs", "--use-rollout-logprobs"),
-        slime="use_rollout_logprobs",
-        verl="bypass_mode, bypass_old_logprob_for_rollout",
     )
-    use_tis: bool = described(
-        False,
-        "apply training-inference importance sampling",
-        flag="--use-tis",
-        slime="use_tis",
-        verl="rollout_is (not null)",
-    )
+    use_tis: bool = described(False, "apply training-inference importance sampling", flag="--use-tis")
     objective: Objective = described(
         "ppo",
         "what becomes of π_θ, anchor and advantage in algorithms 0, 1, 2: ppo; gspo = the clip on the sequence's "
         "geometric mean; cispo = −sg(clip(r))·A·log π_θ; sapo = a smooth gate for the clip; gmpo = the geometric mean "
         "of clipped ratios; reinforce = −A·log π_θ. Algorithm 3 is reinforce",
-        slime="advantage_estimator",
-        verl="loss_mode",
     )
     tis: ImportanceSampling = Field(default_factory=ImportanceSampling)
     rs: Rejection = Field(default_factory=Rejection)
@@ -63,14 +53,11 @@ class Settings(Section):
         "what the summed loss is divided by: accepted = rejected tokens leave it, original = they stay; auto = "
         "accepted wherever the plugin owns the denominator",
     )
-    aggregation: Aggregation = described(
-        "token-mean", "how token losses become one number", slime="calculate_per_token_loss", verl="loss_agg_mode"
-    )
+    aggregation: Aggregation = described("token-mean", "how token losses become one number")
     length_norm: float | None = described(
         None,
         "constant that divides each sequence's sum under seq-mean-token-sum",
         unit="tokens",
-        verl="seq-mean-token-sum-norm",
         ge=1e-6,
         allow_inf_nan=False,
     )
@@ -113,7 +100,6 @@ class Settings(Section):
         "log-probs from hidden states and the head's weight, a chunk of rows at a time: logits of [tokens, "
         "vocabulary] never exist, for a fourth product with the weight. Only where the plugin computes log-probs "
         "(megatron-core)",
-        verl="use_fused_kernels",
     )
 
     @model_validator(mode="after")
