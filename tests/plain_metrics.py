@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import mismatch_plugin as mp
 from tests.plain import (
+    TRAINER_VERSION,
     Near,
     Response,
     Token,
@@ -329,8 +330,7 @@ def full(responses: list[list[Token]], tokens: list[Token], batch: list[Response
     drift("position", lambda token: bucket(token.position, (64, 256, 1024, 4096, 16384), near))
     drift("probability", lambda token: bucket(math.exp(token.rollout), (0.01, 0.1, 0.5, 0.9, 0.99), near))
     if all(response.versions is not None for response in batch):
-        newest = max((token.version or 0 for token in tokens), default=0)
-        drift("version", lambda token: f"lag_{newest - (token.version or 0)}", absolute=False)
+        drift("version", lambda token: f"lag_{max(TRAINER_VERSION - (token.version or 0), 0)}", absolute=False)
 
     signs: dict[str, list[bool]] = {}
     for token in tokens:

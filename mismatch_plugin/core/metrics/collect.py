@@ -125,9 +125,8 @@ def collect_statistics(state: CorrectionState, counts_sequences: bool) -> Statis
         values.append(counts if counts_sequences or criterion.judges_tokens else torch.zeros_like(counts))
     if state.measured and state.config.metrics == "full":
         sums, extra = full_diagnostics(state, counts_sequences)
-        for name, value in extra.items():
-            maximum_names += [name] if value.dim() == 0 else _indexed(name, value.numel())
-            maxima.append(value.reshape(-1))
+        maximum_names += extra
+        maxima += [value.reshape(1) for value in extra.values()]
         for name, value in sums.items():
             names += _indexed(name, value.numel())
             values.append(value)

@@ -33,7 +33,7 @@ class State:
         self.trained_tokens, self.trained_sequences = self.count("tokens", True), self.count("sequences", True)
 
     def has(self, name: str) -> bool:
-        """Whether a sum, a maximum or a vector of that name is there."""
+        """Whether a sum, a maximum or a vector of sums of that name is there."""
         return any(key in self.sums or key in self.maxima for key in (name, f"{name}@tokens", f"{name}[0]"))
 
     def count(self, measure: str, trained: bool = False) -> float:
@@ -55,10 +55,9 @@ class State:
 
     def vector(self, name: str) -> list[float]:
         """The elements of a vector, in order."""
-        source = self.sums if f"{name}[0]" in self.sums else self.maxima
         values = []
-        while f"{name}[{len(values)}]" in source:
-            values.append(source[f"{name}[{len(values)}]"])
+        while (value := self.sums.get(f"{name}[{len(values)}]")) is not None:
+            values.append(value)
         return values
 
     @property
@@ -242,26 +241,11 @@ def bucket_means(s: State, bucket: str, column: str, count: str = "tokens") -> d
     return {label: value / number for label, value, number in rows if number}
 
 
-def version_drift(s: State) -> dict[str, float]:
-    """Mean log-ratio by how many versions a token's weights lag behind the newest one seen in the step."""
-    newest = max(s.vector("version"))
-    sums: dict[str, list[float]] = {}
-    columns = ("version", "-version", "version_tokens", "version_log_ratio")
-    for largest, smallest, count, log_ratio in zip(*map(s.vector, columns), strict=True):
-        if not count:
-            continue
-        lag = int(newest - largest)
-        label = f"lag_{lag}" if largest == -smallest and lag < full.VERSION_SLOTS else "lag_older"
-        total = sums.setdefault(label, [0.0, 0.0])
-        total[0] += count
-        total[1] += log_ratio
-    return {label: log_ratio / count for label, (count, log_ratio) in sorted(sums.items())}
-
-
 BUCKETS = {
     "position": edges(full.POSITION_EDGES),
     "probability": edges(full.PROBABILITY_EDGES),
     "length": edges(full.LENGTH_EDGES),
     "advantage": ["negative", "zero", "positive"],
+    "version": [*(f"lag_{lag}" for lag in range(full.VERSION_LAGS)), "lag_older"],
 }
 """The labels of each."""

@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
 
 PREFIX = "rollout_corr/"
+_OPTIONAL = ("masked", "masked_any", "vetoed", "catastrophic", "clip_dual")
+"""Rows that are not there where no setting could add to them: their sum is 0."""
 
 
 class Mean(NamedTuple):
     """A value that is a sum divided by the count of tokens or sequences which its metric is `over`.
 
-    total: that sum, or the name of it or of the row that it is the sum of: 0 where nothing of it was summed.
+    total: that sum, or the name of it or of the row that it is the sum of.
     left_out: what a token (sequence) whose invalid log-prob is only measured adds where a host counts it all the same.
     empty: the mean of nothing.
     """
@@ -60,7 +62,9 @@ class Metric:
         total = self.value.total
         if callable(total):
             return total(s)
-        return s.sums.get(f"{total}@{f.measure(self.over, s.config)}", s.sums.get(total, 0.0))
+        row = f"{total}@{f.measure(self.over, s.config)}"
+        name = row if row in s.sums else total
+        return s.sums.get(name, 0.0) if total in _OPTIONAL else s.sums[name]
 
     def form(self, s: f.State) -> float | Mapping[str, float]:
         """The value, or the values of a family."""
@@ -256,8 +260,9 @@ METRICS: tuple[Metric, ...] = (
              partial(f.bucket_means, bucket=bucket, column=f"log_ratio{part}"), unit="nat", level="full", averaged=True)
       for bucket, by in (("position", "position in the response"), ("probability", "π_rollout"))
       for part, value in (("", "l"), ("_abs", "|l|"))),
-    Metric("log_ratio_by_version_{lag}", "mean l by how many weight versions a token lags", "tokens", "version_tokens",
-           f.version_drift, unit="nat", level="full", averaged=True),
+    Metric("log_ratio_by_version_{lag}", "mean l by how many weight versions a token lags behind the trainer's",
+           "tokens", "version_tokens", lambda s: f.bucket_means(s, "version", "log_ratio"), unit="nat", level="full",
+           averaged=True),
     Metric("probability_difference_mean", "mean |π_train − π_rollout|", "tokens", "probability_difference",
            Mean(lambda s: s.sums["probability_difference[0]"]), level="full"),
     Metric("probability_difference_max", "largest |π_train − π_rollout|", "tokens", "probability_difference",
