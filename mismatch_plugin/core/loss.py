@@ -151,12 +151,12 @@ def token_loss(
             selected = selected.logical_and(train_is_valid(tokens.code))
         # Under bypass the selected rollout log-probs are π_θ itself where a value is invalid: ratio 1.
         anchor = tokens.rollout if config.use_rollout_log_probs else old
-        return ObjectiveInputs(selected, torch.where(selected, log_probs, 0.0), anchor, advantages)
+        return ObjectiveInputs(selected, torch.where(selected, log_probs, 0.0), anchor, advantages, config.ppo)
 
     def further(tokens: Tokens) -> Iterator[Column]:
         if objective.averages:
             inputs = entering(tokens)
-            yield Column("objective", objective.averaged(inputs, config.ppo))
+            yield Column("objective", objective.averaged(inputs))
             yield Column("objective_tokens", inputs.selected)
 
     if correction is not None:
@@ -165,13 +165,14 @@ def token_loss(
         correction = compute_correction(train, packed, config, groups, batch_factor, current, thresholds, further)
     else:
         correction = given_correction(weights, train, packed, config, groups, further)
-    inputs, mean_T = entering(correction.tokens), None
-    selected = inputs.selected
+    inputs = entering(correction.tokens)
+    selected, advantages_T = inputs.selected, torch.where(inputs.selected, advantages, 0.0)
     if objective.averages:
         mean_N = correction.sums_N["objective"] / correction.sums_N["objective_tokens"].clamp(min=1)
         mean_T = torch.where(selected, spread(mean_N.to(log_probs.dtype), packed.sequence_index), 0.0)
-    advantages_T, log_r = torch.where(selected, advantages, 0.0), objective.log_ratio(inputs, mean_T)
-    losses = objective.loss(inputs.log_probs, log_r, mean_T, advantages_T, config.ppo)
+        inputs = inputs._replace(mean=mean_T)
+    log_r = objective.log_ratio(inputs)
+    losses = objective.loss(inputs._replace(advantages=advantages_T), log_r)
     policy = losses * correction.applied.to(losses.dtype)
     return TokenLoss(policy, selected, inputs.log_probs, advantages_T, log_r, correction, packed, config)
 

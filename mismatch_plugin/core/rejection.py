@@ -51,9 +51,7 @@ def token_statistic(statistic: str, log_ratio_T: Tensor, train_T: Tensor, rollou
         return train_T.exp().sub_(rollout_T.exp()).abs_()
     if statistic == "binary_kl":
         return binary_kl(rollout_T, train_T)
-    if statistic == "binary_kl_reverse":
-        return binary_kl(train_T, rollout_T)
-    raise ValueError(f"statistic {statistic!r} is unknown.")
+    return binary_kl(train_T, rollout_T)
 
 
 def k3(log_ratio: Tensor) -> Tensor:

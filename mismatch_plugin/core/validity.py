@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 KINDS = ("floor", "sound", "positive", "zero_fill", "nan", "train_not_finite", "train_positive", "padding")
 """What a token's code means, by index. All but `sound` and `padding` are defects."""
 SOUND, ZERO_FILL, NAN, TRAIN_NOT_FINITE, TRAIN_POSITIVE, PADDING = 1, 3, 4, 5, 6, 7
-DEFECTS = tuple(kind for kind in KINDS if kind not in ("sound", "padding"))
-TRAIN_DEFECTS = ("train_not_finite", "train_positive")
-"""Defects of the training side's log-prob. The others are the rollout's."""
+ROLLOUT_DEFECTS, TRAIN_DEFECTS = (KINDS[0], *KINDS[2:5]), KINDS[5:7]
+DEFECTS = (*ROLLOUT_DEFECTS, *TRAIN_DEFECTS)
+"""Of the rollout's log-prob, of the training side's, and all, in the order of `KINDS`."""
 NAMED = 8
 """Defects of a kind that are found one by one; the others are only counted."""
 _SHOWN = 3
