@@ -110,7 +110,7 @@ def ratios(responses: list[list[Token]], tokens: list[Token], config: mp.Mismatc
     upper = tis_bounds(config)[1]
     low, high = sorted((1.0 / upper, upper))
     bounded = [clamp(ratio, low, high) for ratio in by_token]
-    square = mean(ratio * ratio for ratio in rho)
+    square, bounded_square = (mean(ratio * ratio for ratio in each) for each in (rho, bounded))
     found: Metrics = {
         "rollout_is_mean": mean(by_token, 1.0),
         "rollout_is_ratio_mean": mean(rho, 1.0),
@@ -119,7 +119,7 @@ def ratios(responses: list[list[Token]], tokens: list[Token], config: mp.Mismatc
         "rollout_is_std": population_std(bounded) if len(tokens) > 1 else 0.0,
         "rollout_is_min": exp_at_most(min(logs, default=0.0)),
         "rollout_is_max": exp_at_most(max(logs, default=0.0)),
-        "rollout_is_eff_sample_size": effective_share(bounded, 1.0),
+        "rollout_is_eff_sample_size": 0.0 if tokens and bounded_square <= 1e-6 else effective_share(bounded, 1.0),
         "rollout_is_seq_mean": mean(by_sequence, 1.0),
         "rollout_is_seq_std": sample_std(by_sequence),
         "chi2_token": square - 1.0 if tokens else 0.0,

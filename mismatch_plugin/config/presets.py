@@ -27,19 +27,19 @@ THREE_POLICIES = (
 
 @dataclass(frozen=True)
 class Preset:
-    """One preset: what the table of presets shows, and how its parameters become settings."""
+    """One preset: what the table of presets shows, and how its parameters become settings.
+
+    names: its own, then its aliases. parts: some of the settings each, or what makes them of the parameters.
+    parameters: with their defaults. required: those that have none, with an example each.
+    """
 
     names: str
-    """Its name, and after it the aliases, with spaces between."""
     algorithm: int
     parts: tuple[Settings | Callable[[Parameters], Settings], ...]
-    """Some of the settings each, or what makes them of the parameters."""
     parameters: Parameters
-    """With their defaults."""
     summary: str
     when: str
     required: Parameters = field(default_factory=dict)
-    """Parameters that have no default, with an example each."""
 
     @property
     def name(self) -> str:

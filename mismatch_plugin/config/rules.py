@@ -130,7 +130,7 @@ def contradictions(config: Settings) -> list[tuple[bool, str]]:
             f"{early} algorithm {config.algorithm} judges π_θ: choose keep, or algorithm 0 or 2"),
         (grouped and config.rejects_on_current_policy,
             f"{early} <rs.policy> current judges π_θ: choose keep, or <rs.policy> auto"),
-        (grouped and config.needs_advantages,
+        (grouped and bool(config.advantage_readers),
             f"{early} {', '.join(config.advantage_readers)} needs these: choose keep, or leave that out"),
         (grouped and bool(config.budgets),
             f"{early} the budget of {', '.join(one.name for one in config.budgets)} moves at every step: choose keep")

@@ -180,11 +180,6 @@ class Settings(Section):
         return not self.rejects_by_log_probs or not (self.use_rollout_log_probs or self.rejects_on_current_policy)
 
     @property
-    def needs_advantages(self) -> bool:
-        """True where the advantage decides on a weight or on what is rejected."""
-        return bool(self.advantage_readers)
-
-    @property
     def budgets(self) -> tuple[Criterion, ...]:
         """The criteria with a budget, whose bound hangs on the step before."""
         return tuple(criterion for criterion in self.criteria if criterion.budget)
@@ -196,7 +191,7 @@ class Settings(Section):
 
     @property
     def advantage_readers(self) -> tuple[str, ...]:
-        """What reads the advantage: criteria with a condition on it, and weights by its sign."""
+        """What needs the advantage for a weight or to reject: criteria with a condition on it, weights by its sign."""
         weights = "tis.mode gamma" if self.tis.mode == "gamma" else "bounds for A ≥ 0"
         named = (f"criterion {criterion.name}" for criterion in self.rs.criteria if criterion.conditional)
         return (*((weights,) if self.weighs_by_sign else ()), *named)
@@ -237,18 +232,14 @@ class Settings(Section):
         return [name for name, coefficient in terms.items() if coefficient]
 
     @property
-    def corrects(self) -> bool:
-        """True where rollout log-probs decide on weights or on what is rejected, and that is applied."""
-        return not self.dry_run and (self.weighted or self.rejects_by_log_probs)
-
-    @property
     def uses_rollout_values(self) -> bool:
         """True where rollout log-probs enter the loss: as anchor (algorithm 1), in a weight, in what is rejected, or in
         the penalty on the distance to the sampler.
 
         Else they are only measured: an invalid one stops nothing, is left out of the metrics, and counted.
         """
-        return self.algorithm == 1 or self.corrects or self.terms.rollout_kl_coef > 0
+        corrects = not self.dry_run and (self.weighted or self.rejects_by_log_probs)
+        return self.algorithm == 1 or corrects or self.terms.rollout_kl_coef > 0
 
     @property
     def excludes_invalid(self) -> bool:

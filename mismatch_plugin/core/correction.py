@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
@@ -21,11 +21,9 @@ from mismatch_plugin.core.rejection import (
     rejection_inputs,
     sequence_maxima,
     stale_tokens,
-    validate_versions,
 )
 from mismatch_plugin.core.segments import Column, segment_sums, spread
-from mismatch_plugin.core.tokens import Tokens, select_tokens
-from mismatch_plugin.core.validity import TRAIN_DEFECTS, invalid_error, stopping_kinds
+from mismatch_plugin.core.validity import TRAIN_DEFECTS, Tokens, invalid_error, select_tokens, stopping_kinds
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
@@ -151,7 +149,7 @@ def compute_correction(
                 f"{' and '.join(config.unit.needs)}, which parallel.context.shard sets."
             )
     excludes_invalid = config.metrics != "off" and packed.rollout_log_probs is not None and config.excludes_invalid
-    tokens = select_tokens(train_T, packed, excludes_invalid)
+    tokens = select_tokens(train_T, packed.loss_mask, packed.rollout_log_probs, excludes_invalid)
     judged = rejection_inputs(config, packed, tokens, current_T, thresholds)
     stale_T = stale_tokens(config, packed)
     state = CorrectionState(config, packed, tokens, judged, train_T)
@@ -173,7 +171,10 @@ def compute_correction(
     part_columns = list(state.part_columns(masked_T, rejected_T))
     if part_columns and state.parts is not None:
         part_names, part_sums = segment_sums(part_columns, state.parts.offsets)
-        partials, part_sums = _summed([partials, part_sums], groups)
+        if groups is not None:  # one SUM
+            both = groups.sum(torch.cat([partials.flatten(), part_sums.flatten()]))
+            sums, sums_of_parts = both.split([partials.numel(), part_sums.numel()])
+            partials, part_sums = sums.view_as(partials), sums_of_parts.view_as(part_sums)
         state.read(names, partials)
         state.read_parts(part_names, part_sums)
     else:
@@ -222,14 +223,6 @@ def compute_correction(
     return Correction(weights, keep, statistics, tokens, state.tokens_N, state.kept_N, state.factor, state.sums_N)
 
 
-def _summed(partials: Sequence[Tensor], groups: SequenceGroups | None) -> list[Tensor]:
-    """Tensors of any shapes, reduced by one SUM."""
-    if groups is None:
-        return list(partials)
-    sums = groups.sum(torch.cat([each.flatten() for each in partials])).split([each.numel() for each in partials])
-    return [sum_.view_as(each) for sum_, each in zip(sums, partials, strict=True)]
-
-
 @torch.no_grad()
 def given_correction(
     weights_T: Tensor,
@@ -243,7 +236,7 @@ def given_correction(
 
     Collectives: one SUM of [K, N] with groups.
     """
-    tokens = select_tokens(train_T, packed.replace(rollout_log_probs=None))
+    tokens = select_tokens(train_T, packed.loss_mask, None)
     columns = [Column("tokens", tokens.mask), *(further(tokens) if further is not None else ())]
     names, partials = segment_sums(columns, packed.offsets)
     sums = partials if groups is None else groups.sum(partials)
@@ -262,12 +255,17 @@ def validate_fields(packed: PackedSequences, config: MismatchConfig) -> None:
             f"rollout_log_probs is missing: algorithm {config.algorithm} with these settings needs the log-probs that "
             f"the rollout engine returned (SGLang: return_logprob)."
         )
-    if config.needs_advantages and packed.advantages is None:
+    if config.advantage_readers and packed.advantages is None:
         raise ValueError(
             f"advantages is missing: {', '.join(config.advantage_readers)} hangs on it: pass one advantage a token (or "
             f"a sequence, in from_lists), or leave that out."
         )
-    validate_versions(config, packed)
+    for name in ("weight_versions", "trainer_version") if config.rs.max_staleness is not None else ():
+        if getattr(packed, name) is None:
+            raise ValueError(
+                f"{name} is missing: rs.max_staleness needs the version of the weights that sampled each token and of "
+                f"those that train: pass both, or leave the limit out."
+            )
     # Under bypass the training side is π_θ, and π_old, against which the data were checked, enters nothing: it makes no
     # fill of a 0.0 either. The step finds those of π_θ.
     passed = (*TRAIN_DEFECTS, "zero_fill") if config.use_rollout_log_probs else ()

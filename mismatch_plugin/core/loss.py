@@ -21,8 +21,7 @@ from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.objectives import OBJECTIVES, ObjectiveInputs, kl_from_rollout, kl_to_reference
 from mismatch_plugin.core.packed import HALF, PackedSequences
 from mismatch_plugin.core.segments import Column, spread
-from mismatch_plugin.core.tokens import Tokens
-from mismatch_plugin.core.validity import SOUND, train_is_valid
+from mismatch_plugin.core.validity import SOUND, Tokens, train_is_valid
 from mismatch_plugin.limits import SAFETY_BOUND
 
 if TYPE_CHECKING:

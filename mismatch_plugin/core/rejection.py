@@ -18,7 +18,7 @@ from torch.nn.functional import binary_cross_entropy
 
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.segments import Column, histogram, segment_max
-from mismatch_plugin.core.tokens import Tokens, select_again
+from mismatch_plugin.core.validity import Tokens, select_again
 from mismatch_plugin.core.weights import outside_bounds
 from mismatch_plugin.limits import SAFETY_BOUND
 
@@ -130,7 +130,7 @@ def rejection_inputs(
     Where π_θ or a selected value is invalid l is 0, as everywhere. Raises ValueError where π_θ is missing.
     """
     advantages = None
-    if config.needs_advantages:
+    if config.advantage_readers:
         assert packed.advantages is not None  # validate_fields
         advantages = packed.advantages.masked_fill(tokens.padding, 0.0)
     if not config.rejects_on_current_policy:
@@ -150,19 +150,8 @@ def stale_tokens(config: MismatchConfig, packed: PackedSequences) -> Tensor | No
     """
     if config.rs.max_staleness is None:
         return None
-    validate_versions(config, packed)
-    assert packed.weight_versions is not None and packed.trainer_version is not None
+    assert packed.weight_versions is not None and packed.trainer_version is not None  # validate_fields
     return packed.weight_versions < packed.trainer_version - config.rs.max_staleness
-
-
-def validate_versions(config: MismatchConfig, packed: PackedSequences) -> None:
-    """Raise ValueError where `rs.max_staleness` lacks one of the two versions that it compares."""
-    for name in ("weight_versions", "trainer_version") if config.rs.max_staleness is not None else ():
-        if getattr(packed, name) is None:
-            raise ValueError(
-                f"{name} is missing: rs.max_staleness needs the version of the weights that sampled each token and of "
-                f"those that train: pass both, or leave the limit out."
-            )
 
 
 def reject_tokens(config: MismatchConfig, judged: RejectionInputs, stale_T: Tensor | None) -> dict[str, Tensor]:

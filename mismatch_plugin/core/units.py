@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 LARGEST = 1e4
 """Of one token in a running sum, on every rank: what is beyond leaves other sequences their digits."""
-_MAX_CENTERED = 100.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,9 +172,3 @@ def acting_bounds(config: MismatchConfig) -> ActingBounds | None:
             return ActingBounds(criterion.unit, criterion.lower_bound or 0.0, upper)
     given = not config.weighted and tis.model_fields_set & {"upper_bound", "lower_bound"}
     return own if given else None
-
-
-def center(config: MismatchConfig) -> float:
-    """What is subtracted from ratios clamped to [1/hi, hi] before they are summed: 1, which keeps the digits of their
-    deviation where the engines nearly agree. 0 for hi above 100, where 1 + (c − 1) would lose those of a small c."""
-    return 1.0 if config.tis.upper <= _MAX_CENTERED else 0.0

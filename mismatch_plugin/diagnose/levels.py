@@ -15,8 +15,8 @@ from mismatch_plugin.config.units import LEVELS, UNITS, Unit
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import k3
 from mismatch_plugin.core.segments import segment_max, segment_sum
-from mismatch_plugin.core.tokens import select_tokens
 from mismatch_plugin.core.units import acting_bounds, unit_log_ratio, unit_tokens
+from mismatch_plugin.core.validity import select_tokens
 from mismatch_plugin.data.arrays import Floats
 from mismatch_plugin.diagnose.result import Histogram
 from mismatch_plugin.limits import SAFETY_BOUND
@@ -67,7 +67,8 @@ def levels_of(packed: PackedSequences) -> tuple[str, ...]:
 def units_in(level: str, packed: PackedSequences) -> LevelUnits:
     """π_train is `packed.old_log_probs`. Units without response tokens have log-ratio 0."""
     assert packed.old_log_probs is not None
-    unit, log_ratio = UNITS[level], select_tokens(packed.old_log_probs.detach(), packed).log_ratio.double()
+    tokens = select_tokens(packed.old_log_probs.detach(), packed.loss_mask, packed.rollout_log_probs)
+    unit, log_ratio = UNITS[level], tokens.log_ratio.double()
     parts, mask = packed.parts(unit), packed.loss_mask.double()
     offsets = packed.offsets if parts is None else parts.offsets
     sums = {"log_ratio": segment_sum(log_ratio, offsets), "tokens": segment_sum(mask, offsets)}
@@ -95,7 +96,8 @@ def bounds_for(packed: PackedSequences) -> dict[str, tuple[float, float]]:
     for level in levels_of(packed):
         of = units_in(level, packed)
         found[level] = _two_sided(of.log_ratio_U[of.tokens_U > 0].numpy())
-    log_ratio = select_tokens(packed.old_log_probs.detach(), packed).log_ratio.double()
+    tokens = select_tokens(packed.old_log_probs.detach(), packed.loss_mask, packed.rollout_log_probs)
+    log_ratio = tokens.log_ratio.double()
     counts_N = segment_sum(packed.loss_mask, packed.offsets)
     means_N = segment_sum(k3(log_ratio), packed.offsets) / counts_N.clamp(min=1)
     maxima_N = segment_max(log_ratio.square() / 2, packed.offsets)

@@ -81,7 +81,7 @@ def _setting(algorithm: int, name: str, settings: dict[str, Any]) -> tuple[str, 
 
 def lacking(config: MismatchConfig, packed: PackedSequences, groups: Groups | None) -> str:
     """What these settings need and these data do not have; "" where they can be predicted."""
-    if config.needs_advantages and packed.advantages is None:
+    if config.advantage_readers and packed.advantages is None:
         return "advantages"
     untold = packed.weight_versions is None or packed.trainer_version is None
     if config.rs.max_staleness is not None and untold:
@@ -163,7 +163,7 @@ class Predictor:
             yield OWN, None, own
         for name, settings in (*_of_presets(bounds), *_of_bounds(levels_of(self.packed), bounds)):
             config = config_of(settings)
-            if self.has_advantages or not config.needs_advantages:
+            if self.has_advantages or not config.advantage_readers:
                 yield name, settings, config
 
     def level(self, name: str) -> tuple[LevelUnits, float, float, float]:
@@ -210,7 +210,7 @@ class Predictor:
             total, square, kept = float(weights_T.sum()), float(weights_T.dot(weights_T)), float(kept_N.sum())
             found |= {"mean_weight": total / kept if kept else 0.0, "max_weight": float(weights_T.max())}
             found["ess"] = min(total**2 / (float(tokens_N.sum()) * square), 1.0) if square else 0.0
-        if self.groups is not None and config.rejects and not config.needs_advantages:
+        if self.groups is not None and config.rejects and not config.advantage_readers:
             changed = group_metrics(self.groups.rewards, self.groups.ids, kept_N, config.rs.least_accepted)
             found["groups_changed"] = changed[f"{PREFIX}rollout_rs_group_changed_fraction"]
         level, total, absolute, noise = self.level(units.level)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from mismatch_plugin.config.criteria import Criterion, parse_criterion
 from mismatch_plugin.config.model import MismatchConfig
+from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.units import RS_LEVELS
 from mismatch_plugin.config.values import known_only, note, number, parse_bool, present, unknown
 
@@ -83,16 +83,10 @@ def with_opsm(data: dict[str, Any], delta: float) -> dict[str, Any]:
     token's own A, and in algorithms 0 and 2 its anchor π_old in the place of π_rollout.
     Raises: ValueError where algorithm 0 or 2 judges other criteria or a veto by π_old: one policy holds for all.
     """
-    rule = Criterion(
-        aggregate="sequence_mean",
-        statistic="k1",
-        lower_bound=math.exp(-delta),
-        upper_bound=math.inf,
-        condition="negative",
-    )
+    (rule,) = find_preset("opsm").settings(delta=delta)["rs"]["criteria"]
     rs = dict(data.get("rs") or {})
     others = [Criterion.model_validate(parse_criterion(one)) for one in rs.get("criteria") or ()]
-    if rule not in others:  # a file's settings, read before, have it
+    if Criterion.model_validate(parse_criterion(rule)) not in others:  # a file's settings, read before, have it
         if not data["use_rollout_log_probs"] and rs.get("policy") != "current":
             if others or rs.get("veto_threshold") is not None:
                 raise ValueError(
@@ -100,5 +94,5 @@ def with_opsm(data: dict[str, Any], delta: float) -> dict[str, Any]:
                     "holds for all of them, or leave one of the two out."
                 )
             rs["policy"] = "current"
-        rs["criteria"] = [*(one.model_dump(exclude_unset=True) for one in others), rule.model_dump()]
+        rs["criteria"] = [*(one.model_dump(exclude_unset=True) for one in others), rule]
     return {**data, "rs": rs}

@@ -19,7 +19,7 @@ from mismatch_plugin.core.metrics.full import full_diagnostics
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.rejection import budget_histogram
 from mismatch_plugin.core.segments import Column, bounded_exp
-from mismatch_plugin.core.units import center, unit_log_ratio
+from mismatch_plugin.core.units import unit_log_ratio
 from mismatch_plugin.core.validity import KINDS, count_kinds
 from mismatch_plugin.core.weights import grown
 from mismatch_plugin.limits import SAFETY_BOUND
@@ -44,7 +44,7 @@ def token_columns(state: CorrectionState, masked_T: Tensor | None, rejected_T: T
     del bounded
     yield Column("ratio", ratio, "ratio_squared")
     if state.unit.per_token:
-        yield Column("clamped", _clamped(state, ratio, log_ratio, tokens.padding), "clamped_squared")
+        yield Column("clamped", _clamped(state, ratio), "clamped_squared")
     if bounds is not None and bounds.unit.per_token:
         outside = {"high": log_ratio > bounds.log_upper, "low": log_ratio < bounds.log_lower}
         excludes_one = not bounds.lower <= 1.0 <= bounds.upper
@@ -260,7 +260,7 @@ def _unit_ratio_columns(state: CorrectionState) -> Iterator[Column]:
     padding = state.tokens.padding if state.unit.one_ratio_per_token else None
     ratio, bounds, scale = state.ratio_U - 1.0, state.bounds, state.scale_U
     yield Column("unit_ratio", ratio, "unit_ratio_squared")
-    yield Column("clamped", _clamped(state, ratio, state.log_ratio_U, padding), "clamped_squared")
+    yield Column("clamped", _clamped(state, ratio), "clamped_squared")
     yield Column(
         "unit_plain", state.ratio_U if padding is None else state.ratio_U.masked_fill(padding, 0.0), "unit_square"
     )
@@ -272,14 +272,10 @@ def _unit_ratio_columns(state: CorrectionState) -> Iterator[Column]:
     yield Column("low", low if padding is None else low.masked_fill_(padding, False))
 
 
-def _clamped(state: CorrectionState, ratio: Tensor, log_ratio: Tensor, padding: Tensor | None = None) -> Tensor:
-    """c − center, c = ρ clamped to [1/hi, hi] (also where hi is below 1), 0 at padding. ratio: ρ − 1."""
-    upper, middle = state.config.tis.upper, center(state.config)
-    low, high = sorted((1.0 / upper, upper))
-    if middle:
-        return ratio.clamp(low - middle, high - middle)
-    clamped = bounded_exp(log_ratio).clamp_(low, high)
-    return clamped if padding is None else clamped.masked_fill_(padding, 0)
+def _clamped(state: CorrectionState, ratio: Tensor) -> Tensor:
+    """c − 1, c = ρ clamped to [1/hi, hi] (also where hi is below 1). ratio: ρ − 1."""
+    low, high = sorted((1.0 / state.config.tis.upper, state.config.tis.upper))
+    return ratio.clamp(low - 1.0, high - 1.0)
 
 
 def _own_factor(state: CorrectionState) -> Tensor | float | None:

@@ -11,7 +11,7 @@ import torch
 
 from mismatch_plugin.core.metrics import full
 from mismatch_plugin.core.rejection import BUDGET_LAST, budget_threshold
-from mismatch_plugin.core.units import acting_bounds, center
+from mismatch_plugin.core.units import acting_bounds
 from mismatch_plugin.limits import SAFETY_BOUND
 
 if TYPE_CHECKING:
@@ -107,19 +107,11 @@ def seq_std(s: State) -> float:
     return own * math.sqrt(s.sequences / (s.sequences - 1))
 
 
-def token_ess(s: State) -> float:
+def token_ess(s: State, row: str) -> float:
     """From sums about 1, which float32 tokens leave without digits where every ρ is far below 1e-3."""
-    mean = 1.0 + s.mean("ratio")
-    mean_square = 1.0 + 2.0 * s.mean("ratio") + s.mean("ratio_squared")
+    mean = 1.0 + s.mean(row)
+    mean_square = 1.0 + 2.0 * s.mean(row) + s.mean(f"{row}_squared")
     return min(mean * mean / mean_square, 1.0) if mean_square > 1e-6 and mean > 0 else 0.0
-
-
-def effective_sample_size(s: State) -> float:
-    """Of the clamped ratio, from sums about the constant that it was collected about."""
-    middle = center(s.config)
-    mean = middle + s.mean("clamped")
-    mean_square = middle * middle + 2.0 * middle * s.mean("clamped") + s.mean("clamped_squared")
-    return ratio(mean * mean, mean_square, 1.0)
 
 
 def seq_extreme(s: State, sign: str) -> float:
@@ -147,11 +139,6 @@ def log_extreme(s: State, name: str, sign: str) -> float:
     """exp of the largest value, or ("-") of the smallest, at most e^20."""
     value = s.maximum(sign + name)
     return bounded_exp(-value if sign else value)
-
-
-def after_mean(s: State) -> float:
-    """Mean weight of the tokens that are kept."""
-    return ratio(s.sums["weight@tokens"], s.sums["kept@tokens"]) / s.factor
 
 
 def after_std(s: State) -> float:

@@ -36,7 +36,13 @@ def full_diagnostics(state: CorrectionState, counts_sequences: bool) -> tuple[di
     About 60 kernels; no host sync. Accumulated in float64.
     """
     tokens, packed = state.tokens, state.packed
-    sums: dict[str, Tensor] = {"histogram": _histogram(tokens.log_ratio, tokens.padding)}
+    sums: dict[str, Tensor] = {}
+    # Log-ratios beyond ±20 fall into the last bins.
+    edge = HISTOGRAM_EDGE * (1 - 1e-6)
+    place = tokens.log_ratio.mul(1.0 / HISTOGRAM_SCALE).asinh_().clamp_(-edge, edge)
+    place.masked_fill_(tokens.padding, 2 * HISTOGRAM_EDGE)  # outside the range: not counted
+    sums["histogram"] = histogram(place, HISTOGRAM_BINS, -HISTOGRAM_EDGE, HISTOGRAM_EDGE)
+    del place
     maxima: dict[str, Tensor] = {}
     difference = tokens.train.exp().sub_(tokens.rollout.exp()).abs_()
     sums["probability_difference"] = difference.sum(dtype=torch.float64).reshape(1)
@@ -65,14 +71,6 @@ def full_diagnostics(state: CorrectionState, counts_sequences: bool) -> tuple[di
     sums["length_sequences"] = _by_bucket(length, len(LENGTH_EDGES) + 1, counted)
     sums["length_kept"] = _by_bucket(length, len(LENGTH_EDGES) + 1, counted * (state.kept_N > 0))
     return sums, maxima
-
-
-def _histogram(log_ratio_T: Tensor, padding_T: Tensor) -> Tensor:
-    """Counts of the response tokens' log-ratios in `HISTOGRAM_BINS` bins; beyond ±20 they fall into the last ones."""
-    edge = HISTOGRAM_EDGE * (1 - 1e-6)
-    place = log_ratio_T.mul(1.0 / HISTOGRAM_SCALE).asinh_().clamp_(-edge, edge)
-    place.masked_fill_(padding_T, 2 * HISTOGRAM_EDGE)  # outside the range: not counted
-    return histogram(place, HISTOGRAM_BINS, -HISTOGRAM_EDGE, HISTOGRAM_EDGE)
 
 
 def quantile(histogram: list[float], share: float) -> float:

@@ -116,7 +116,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout_is_ratio_std", "deviation of the tokens' ρ_t", "tokens", "ratio_squared",
            lambda s: f.deviation(s.mean("ratio_squared"), s.mean("ratio"))),
     Metric("rollout_is_ratio_eff_sample_size", "(Σ ρ_t)² / (n Σ ρ_t²); 0 where every ρ_t is below 1e-3", "tokens",
-           "ratio_squared", f.token_ess, unit="share"),
+           "ratio_squared", lambda s: f.token_ess(s, "ratio"), unit="share"),
     Metric("rollout_is_ratio_unit_mean", "mean of the units' ρ (not at token level)", f.LEVEL_UNITS, "unit_ratio",
            Mean(lambda s: s.count(s.unit) + s.sums[f"unit_ratio@{s.unit}"], left_out=1.0, empty=1.0)),
     Metric("rollout_is_ratio_unit_std", "deviation of the units' ρ (not at token level)", f.LEVEL_UNITS,
@@ -131,7 +131,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout_is_max", "largest ρ, at most e^20", f.LEVEL_UNITS, "log_aggregate",
            lambda s: f.bounded_exp(s.maximum("log_aggregate")), merges="max"),
     Metric("rollout_is_eff_sample_size", "(mean c)² / mean c², c = ρ clamped to [1/hi, hi], so at least .64 at "
-           "hi = 2: for comparison with other dashboards", "tokens", "clamped", f.effective_sample_size, unit="share"),
+           "hi = 2: for comparison with other dashboards", "tokens", "clamped",
+           lambda s: f.token_ess(s, "clamped"), unit="share"),
     Metric("rollout_is_ratio_fraction_high", "share above the bound that acts: the weights' (unless the sign of A "
            "decides), else the first ratio criterion's, else a TIS bound from preset or hand", f.BOUND_UNITS, "high",
            Mean("high"), unit="share"),
@@ -152,7 +153,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout_is_seq_fraction_low", "share of sequences with mean ρ below it", "sequences", "low",
            Mean("seq_low"), unit="share"),
     # The weights really used.
-    Metric("rollout_is_weight_after_mean", "mean weight", "accepted tokens", "weight", f.after_mean, averaged=True),
+    Metric("rollout_is_weight_after_mean", "mean weight", "accepted tokens", "weight",
+           lambda s: f.ratio(s.sums["weight@tokens"], s.sums["kept@tokens"]) / s.factor, averaged=True),
     Metric("rollout_is_weight_after_std", "deviation of the weights", "accepted tokens", "weight", f.after_std),
     Metric("rollout_is_weight_after_max", "largest weight", "accepted tokens", "weight",
            lambda s: s.maximum("weight") / s.factor, merges="max"),

@@ -128,14 +128,13 @@ class Statistics:
         gated = [] if self.config.gate_kl is None else [self.k3_kl().reshape(1)]
         values = torch.cat([self.sums, self.maxima, *gated]).tolist()
         sums = dict(zip(self.sum_names, values, strict=False))
-        self._raise_if_invalid(sums)
+        if self.config.rollout_log_prob_policy == "error":
+            self._raise_if_invalid(sums)
         if self.config.gate_kl is not None:
             check_gate(values.pop(), self.config.gate_kl)
         return sums, dict(zip(self.maximum_names, values[len(self.sum_names) :], strict=True))
 
     def _raise_if_invalid(self, sums: Mapping[str, float]) -> None:
-        if self.config.rollout_log_prob_policy != "error":
-            return
         counted = {kind: sums.get(f"invalid_{kind}", 0.0) for kind in stopping_kinds(self.config)}
         if not any(counted.values()):
             return
