@@ -169,7 +169,7 @@ def compute_correction(
         columns = chain(columns, [Column("trained", packed.loss_mask), *fresh])
     names, partials = segment_sums(columns, packed.offsets)
     part_columns = list(state.part_columns(masked_T, rejected_T))
-    if part_columns and state.parts is not None:
+    if part_columns:
         part_names, part_sums = segment_sums(part_columns, state.parts.offsets)
         if groups is not None:  # one SUM
             both = groups.sum(torch.cat([partials.flatten(), part_sums.flatten()]))
@@ -217,7 +217,7 @@ def compute_correction(
     if state.weights_U is not None:
         weights = state.weights_U.to(mask.dtype)
         if not state.unit.one_ratio_per_token:
-            weights = mask * spread(weights, packed.sequence_index if state.parts is None else state.parts.index)
+            weights = mask * spread(weights, state.parts.index)
     if state.factor is not None:
         weights = weights / state.factor
     return Correction(weights, keep, statistics, tokens, state.tokens_N, state.kept_N, state.factor, state.sums_N)

@@ -23,22 +23,16 @@ MAX_VETO_FRACTION = 0.1
 MAX_STD = 1.0
 MAX_KL = 0.1
 MAX_CHI2 = 1.0
-MIN_UNITS = 30
-"""Ours: below this many sequences the moments of their products say nothing."""
-VANISHING_LOG_WEIGHT = -2.0
-"""Ours: E[Σ l] below this is a typical product weight below e^−2 = 0.14."""
-MIN_ACCEPTED = 0.5
-"""Ours: a filter that drops more than it keeps."""
-MAX_BYPASS_CLIPPED = 0.2
-"""Ours: PPO's clip is active for a few percent of tokens where there is no mismatch."""
+MIN_UNITS = 30  # ours: below this many sequences the moments of their products say nothing
+VANISHING_LOG_WEIGHT = -2.0  # ours: E[Σ l] below this is a typical product weight below e^−2 = 0.14
+MIN_ACCEPTED = 0.5  # ours: a filter that drops more than it keeps
+MAX_BYPASS_CLIPPED = 0.2  # ours: PPO's clip is active for a few percent of tokens where there is no mismatch
 MAX_CLIPPED = 0.3
 """Ours: updates of PPO reach a few percent; of unrelated policies half is clipped, on the side that its sign picks."""
-MIN_EPS = 0.1
-"""Ours: below this ε PPO's clip is no sign of a policy far away."""
+MIN_EPS = 0.1  # ours: below this ε PPO's clip is no sign of a policy far away
 MAX_INVALID_SHARE = 0.01
 """Ours: invalid rollout log-probs, as a share of the response tokens. Single ones happen, more is a fault."""
-MAX_NORMALIZED_WEIGHT = 10.0
-"""Ours: after batch normalisation a weight above this many times hi."""
+MAX_NORMALIZED_WEIGHT = 10.0  # ours: after batch normalisation a weight above this many times hi
 
 
 @dataclass(frozen=True)

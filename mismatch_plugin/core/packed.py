@@ -159,9 +159,14 @@ class PackedSequences:
         whole = tuple((length,) for length in self.lengths)
         return chunk_parts(whole if self.chunk_lengths is None else self.chunk_lengths, self.loss_mask.device)
 
-    def parts(self, unit: Unit) -> SequenceParts | None:
-        """Over which log-ratios and tokens are summed for a unit, too; None where the sequences' sums do."""
-        return self.units if unit.cut == "ids" else self.chunks if unit.aggregate == "running" else None
+    @property
+    def whole(self) -> SequenceParts:
+        """Every sequence as one part."""
+        return SequenceParts(self.offsets, self.sequence_index, self.offsets, self.sequence_index, width=1)
+
+    def parts(self, unit: Unit) -> SequenceParts:
+        """Over which log-ratios and tokens are summed for a unit."""
+        return self.units if unit.cut == "ids" else self.chunks if unit.aggregate == "running" else self.whole
 
     def replace(self, **changes: Any) -> PackedSequences:
         """A copy with some fields changed; offsets made once stay, so that this costs no copy to the device.

@@ -231,8 +231,8 @@ def select_again(tokens: Tokens, current_T: Tensor) -> Tokens:
 def select_tokens(train_T: Tensor, loss_mask: Tensor, rollout: Tensor | None, excludes_invalid: bool = False) -> Tokens:
     """Select the training tokens' log-probs before any arithmetic.
 
-    All [T]; rollout None: none were given. excludes_invalid: tokens with an invalid log-prob are treated as padding. Host
-    syncs: none. Gradient: none (call it without one).
+    All [T]; rollout None: none were given. excludes_invalid: tokens with an invalid log-prob are treated as padding.
+    Host syncs: none. Gradient: none (call it without one).
     """
     dtype = train_T.dtype if rollout is None else torch.promote_types(train_T.dtype, rollout.dtype)
     padding = loss_mask.logical_not()

@@ -70,13 +70,11 @@ def units_in(level: str, packed: PackedSequences) -> LevelUnits:
     tokens = select_tokens(packed.old_log_probs.detach(), packed.loss_mask, packed.rollout_log_probs)
     unit, log_ratio = UNITS[level], tokens.log_ratio.double()
     parts, mask = packed.parts(unit), packed.loss_mask.double()
-    offsets = packed.offsets if parts is None else parts.offsets
-    sums = {"log_ratio": segment_sum(log_ratio, offsets), "tokens": segment_sum(mask, offsets)}
+    sums = {"log_ratio": segment_sum(log_ratio, parts.offsets), "tokens": segment_sum(mask, parts.offsets)}
     counts, aggregated = unit_tokens(unit, mask, sums, parts), unit_log_ratio(unit, log_ratio, sums, parts)
     if unit.one_ratio_per_token:
         return LevelUnits(unit, aggregated, counts, mask, None)
-    index = packed.sequence_index if parts is None else parts.index
-    return LevelUnits(unit, aggregated, counts, sums["tokens"], index)
+    return LevelUnits(unit, aggregated, counts, sums["tokens"], parts.index)
 
 
 # Bounds from the data, in place of constants -------------------------------------------------------------------------

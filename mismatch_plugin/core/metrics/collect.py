@@ -107,7 +107,7 @@ def collect_statistics(state: CorrectionState, counts_sequences: bool) -> Statis
     rows, unit_rows = _rows(state, has)
     values = [(torch.stack(list(rows.values())) @ torch.stack([state.tokens_N, has]).T).flatten()]
     names = [f"{row}@{measure}" for row in rows for measure in ("tokens", "sequences")]
-    if state.parts is not None and not state.unit.one_ratio_per_token:
+    if state.parts.splits and not state.unit.one_ratio_per_token:
         unit_rows |= {"one": state.counts_U}
         values.append(torch.stack(list(unit_rows.values())) @ state.counts_U)
         names += [f"{row}@{state.unit.measure}" for row in unit_rows]
@@ -200,12 +200,13 @@ def _rejection_rows(state: CorrectionState) -> dict[str, Tensor]:
     outside_N = {name: rejected for name, rejected in state.outside_N.items() if name not in ("veto", "invalid")}
     # A column that equals another was summed once.
     alike = "masked" if "masked" in state.means_N else "rejected"
-    rows = {f"out_{name}": rejected for name, rejected in outside_N.items() if name != "mode"}
+    rows = {f"out_{name}": rejected for name, rejected in outside_N.items()}
     for name in state.outside_T:
         if name != "mode":
             rows[f"out_{name}"] = state.means_N.get(f"out_{name}", state.means_N[alike])
-    masked, masked_N = state.means_N[alike] if state.outside_T else None, any_of(outside_N.values())
-    if state.outside_U:  # token criteria, and mask mode with a token's unit
+    of_mode = {} if state.parts.splits else state.outside_U
+    masked, masked_N = state.means_N[alike] if state.outside_T else None, any_of((outside_N | of_mode).values())
+    if state.outside_U and state.parts.splits:  # token criteria, and mask mode with a token's unit
         tokens = state.sums_U["tokens"]
         shares = state.sums_U[alike] / tokens.clamp(min=1) if state.outside_T else torch.zeros_like(tokens)
         masked = state.of_sequences({"masked": torch.where(state.outside_U["mode"], 1.0, shares)})["masked"]
@@ -246,7 +247,7 @@ def _outside_rows(state: CorrectionState, rows: dict[str, Tensor]) -> dict[str, 
         return {"seq_high": ratio > bounds.upper - 1.0, "seq_low": ratio < bounds.lower - 1.0}
     high, low = rows.get("high"), rows.get("low")  # of the level's own units
     if high is None or low is None:
-        log_ratio = unit_log_ratio(bounds.unit, state.tokens.log_ratio, state.sums_N, None)
+        log_ratio = unit_log_ratio(bounds.unit, state.tokens.log_ratio, state.sums_N, state.packed.whole)
         high, low = log_ratio > bounds.log_upper, log_ratio < bounds.log_lower
     return {"high": high, "low": low, "seq_high": high, "seq_low": low}
 
@@ -305,11 +306,11 @@ def _unit_weight_rows(state: CorrectionState, kept: Tensor) -> dict[str, Tensor]
         return {}
     factor = _own_factor(state)
     unit = state.weights_U if factor is None else state.weights_U / factor
-    if state.parts is not None:
+    if state.parts.splits:
         kept = state.kept_U / state.sums_U["tokens"].clamp(min=1)
     weight = unit * kept
     rows = {"weight": weight, "weight_squared": unit * weight, "weight_deviation": (unit - 1.0).square_() * kept}
-    return rows if state.parts is None else rows | {"unit_weight_squared": weight.square()}
+    return rows | {"unit_weight_squared": weight.square()} if state.parts.splits else rows
 
 
 # Extremes -------------------------------------------------------------------------------------------------------------
@@ -335,7 +336,7 @@ def _maxima(state: CorrectionState, has: Tensor, rows: dict[str, Tensor]) -> tup
         weight, factor = state.weights_U, _own_factor(state)
         weight = weight * state.keep_T if per_token else weight.masked_fill(state.kept_U == 0, 0.0)
         weights["weight"] = weight if factor is None else weight / factor
-    if per_token or state.parts is not None:
+    if per_token or state.parts.splits:
         absent = state.tokens.padding if per_token else state.counts_U == 0
         found = [_extremes(of_sequences, {}, has.logical_not())]
         found += [_extremes(of_units, {}, absent), _extremes({}, weights, absent)]
