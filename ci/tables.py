@@ -14,7 +14,7 @@ from mismatch_plugin.config import ALGORITHM_NAMES, MismatchConfig
 from mismatch_plugin.config.fields import FieldInfo, leaf_fields
 from mismatch_plugin.config.flags import add_arguments
 from mismatch_plugin.core import health
-from mismatch_plugin.core.metrics.registry import PREFIX, metric_rows
+from mismatch_plugin.core.metrics.registry import METRICS, PREFIX
 from mismatch_plugin.data.columns import NAMES
 from mismatch_plugin.diagnose.detectors.run import FAULTS
 from mismatch_plugin.diagnose.normal import normal_table
@@ -44,7 +44,7 @@ def config_table() -> Table:
 def metrics_table() -> Table:
     """Every metric: name, formula, unit, what it averages over, how it merges, and the level that reports it."""
     headers = ("metric", "formula", "unit", "over", "merges by", "level")
-    rows = tuple((name.removeprefix(PREFIX), *rest) for name, *rest in metric_rows())
+    rows = tuple((m.name, m.formula, m.unit, m.over, m.merges, m.level) for m in METRICS)
     notes = (
         f"All names begin with `{PREFIX}`. A name with braces stands for several metrics.",
         "ρ = exp(l) is the ratio π_train/π_rollout, of a token or, at sequence and geometric level, of a sequence.",
@@ -152,7 +152,7 @@ def health_table() -> Table:
     headers = ("about", "metric", "warns", "judged for", "it means", "what to do")
     rows = tuple(
         (rule.about, rule.metric, rule.when, rule.only or "every setting", rule.meaning, rule.advice)
-        for rule in health.all_rules()
+        for rule in health.ALL_RULES
     )
     notes = (
         "About `data`: how large the mismatch is, which no correction changes. `correction`: what is left of it after "

@@ -56,7 +56,7 @@ class Criterion(Section):
     @property
     def name(self) -> str:
         """`aggregate_statistic`, and `_condition` where there is one, as used in metric names."""
-        condition = f"_{self.condition}" if self.conditional else ""
+        condition = f"_{self.condition}" if self.condition != "any" else ""
         return f"{self.aggregate}_{'ratio' if self.statistic == 'k1' else self.statistic}{condition}"
 
     @property
@@ -70,20 +70,10 @@ class Criterion(Section):
         return self.statistic in ("ratio", "k1")
 
     @property
-    def conditional(self) -> bool:
-        """True where it is judged only in some units, by their advantage."""
-        return self.condition != "any"
-
-    @property
     def budget(self) -> str:
         """As it is written behind the bounds: share=Q or mean=τ; "" without one."""
         given = ((name, getattr(self, name)) for name in BUDGETS)
         return ":".join(f"{name}={value:.10g}" for name, value in given if value is not None)
-
-    @property
-    def judges_tokens(self) -> bool:
-        """True where single tokens are judged, False where all of a sequence stays or goes."""
-        return self.unit.per_token
 
     @property
     def log_bounds(self) -> tuple[float | None, float | None]:
@@ -94,13 +84,6 @@ class Criterion(Section):
             upper = math.log(upper) if upper is not None and upper != math.inf else None
             return lower, upper
         return (lower or None), (None if upper == math.inf else upper)
-
-    @property
-    def rejects_nothing(self) -> bool:
-        """True where no value can be outside the bounds; tv of a token is at most 1."""
-        lower, upper = self.log_bounds
-        free = self.statistic == "tv" and not self.unit.multiplies and upper is not None and upper >= 1.0
-        return lower is None and (upper is None or free)
 
     def resolved(self, inherited_upper: float | None) -> Criterion:
         """This criterion with absent bounds filled in. Raises ValueError where there is nothing to inherit."""
@@ -131,7 +114,7 @@ class Criterion(Section):
 
     @model_validator(mode="after")
     def _means_something(self) -> Criterion:
-        if self.condition == "away" and not self.judges_tokens:
+        if self.condition == "away" and not self.unit.per_token:
             raise ValueError(
                 f"rs criterion {self.name}: a sequence has tokens on both sides of π_rollout, so that away is for "
                 f"aggregate token: choose that, or condition negative."
@@ -140,7 +123,7 @@ class Criterion(Section):
             "is one of share and mean: leave one out": self.share is not None and self.mean is not None,
             "raises one bound, and ratio has two: choose k2 or k3": self.in_log_space,
             "raises the upper bound alone: leave the lower one out": bool(self.lower_bound),
-            "counts all units: leave the condition out": self.conditional,
+            "counts all units: leave the condition out": self.condition != "any",
         }
         if self.budget and (fault := next((text for text, there in faults.items() if there), "")):
             raise ValueError(f"rs criterion {self.name}: a budget ({self.budget}) {fault}.")

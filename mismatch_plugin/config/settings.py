@@ -193,7 +193,7 @@ class Settings(Section):
     def advantage_readers(self) -> tuple[str, ...]:
         """What needs the advantage for a weight or to reject: criteria with a condition on it, weights by its sign."""
         weights = "tis.mode gamma" if self.tis.mode == "gamma" else "bounds for A ≥ 0"
-        named = (f"criterion {criterion.name}" for criterion in self.rs.criteria if criterion.conditional)
+        named = (f"criterion {criterion.name}" for criterion in self.rs.criteria if criterion.condition != "any")
         return (*((weights,) if self.weighs_by_sign else ()), *named)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
@@ -84,10 +84,6 @@ class Correction:
     def applied(self) -> Tensor:
         """[T] w · keep: what a token's loss is multiplied by."""
         return self.weights * self.keep
-
-    def divided_by(self, factor: Tensor | float | None) -> Correction:
-        """This correction, made with batch_factor 1, with the step's. None: as it is."""
-        return self if factor is None else replace(self, weights=self.weights / factor, factor=factor)
 
     def applied_to(self, loss_T: Tensor) -> Tensor:
         """w · keep · a loss of the host's own, [T]. Selected: inf or NaN where nothing trains must not become NaN."""

@@ -193,11 +193,8 @@ _INVALID_TRAIN = Rule("invalid_train_{kind}", "fault", _INVALID.is_wrong, _INVAL
     "training log-probs are invalid",
     "Look at what the trainer computes: NaN, −inf, or a flipped sign; packed.invalid names sample and position.")
 # fmt: on
-
-
-def all_rules() -> tuple[Rule, ...]:
-    """Every rule, for the documentation's table."""
-    return (*RULES, _UPPER, _INVALID, _INVALID_TRAIN)
+ALL_RULES = (*RULES, _UPPER, _INVALID, _INVALID_TRAIN)
+"""Also those that are not of one metric."""
 
 
 def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[HealthWarning]:

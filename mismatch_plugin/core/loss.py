@@ -158,12 +158,12 @@ def token_loss(
             yield Column("objective", objective.averaged(inputs))
             yield Column("objective_tokens", inputs.selected)
 
-    if correction is not None:
-        correction = correction.divided_by(batch_factor)
-    elif weights is None:
-        correction = compute_correction(train, packed, config, groups, batch_factor, current, thresholds, further)
-    else:
+    if correction is not None and batch_factor is not None:
+        correction = replace(correction, weights=correction.weights / batch_factor, factor=batch_factor)
+    elif correction is None and weights is not None:
         correction = given_correction(weights, train, packed, config, groups, further)
+    elif correction is None:
+        correction = compute_correction(train, packed, config, groups, batch_factor, current, thresholds, further)
     inputs = entering(correction.tokens)
     selected, advantages_T = inputs.selected, torch.where(inputs.selected, advantages, 0.0)
     if objective.averages:

@@ -156,7 +156,7 @@ def stale_tokens(config: MismatchConfig, packed: PackedSequences) -> Tensor | No
 
 def reject_tokens(config: MismatchConfig, judged: RejectionInputs, stale_T: Tensor | None) -> dict[str, Tensor]:
     """For each token-level criterion, by name, and for `staleness`: [T] bool, True where a response token goes."""
-    outside = {criterion.name: judged.outside(criterion) for criterion in config.criteria if criterion.judges_tokens}
+    outside = {criterion.name: judged.outside(criterion) for criterion in config.criteria if criterion.unit.per_token}
     if stale_T is not None:
         outside["staleness"] = stale_T.masked_fill(judged.tokens.padding, False)
     return outside
@@ -170,12 +170,12 @@ def rejection_columns(config: MismatchConfig, judged: RejectionInputs, has_k3: b
     """
     tokens = judged.tokens
     there = {"log_ratio", "k3"} if has_k3 else {"log_ratio"}
-    of_sequences = [criterion for criterion in config.criteria if not criterion.judges_tokens]
+    of_sequences = [criterion for criterion in config.criteria if not criterion.unit.per_token]
     for name, criterion in {judged.column(c): c for c in of_sequences if c.unit.aggregate != "max"}.items():
         if name not in there:
             yield Column(name, judged.values(criterion))
     by_sign = config.weighs_by_sign and not config.unit.one_ratio_per_token
-    if judged.advantages is not None and (by_sign or any(c.conditional for c in of_sequences)):
+    if judged.advantages is not None and (by_sign or any(c.condition != "any" for c in of_sequences)):
         yield Column("advantage", judged.advantages)
     if config.rs.veto_threshold is not None:
         yield Column("catastrophic", tokens.log_ratio < math.log(config.rs.veto_threshold))
@@ -210,7 +210,7 @@ def reject_sequences(
     """
     outside, values = {}, {}
     for criterion in config.criteria:
-        if criterion.judges_tokens:
+        if criterion.unit.per_token:
             continue
         if criterion.unit.aggregate == "max":
             value = maxima_N[criterion.name]

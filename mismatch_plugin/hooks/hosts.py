@@ -94,7 +94,7 @@ def needs_loss_mask(config: MismatchConfig) -> str:
         f"objective {config.objective}": config.policy_objective in ("gspo", "gmpo"),
         f"level {tis.level}": config.weighted and not config.unit.per_token,
         "batch normalisation": config.normalizes,
-        **{f"criterion {c.name}": not c.judges_tokens for c in config.criteria},
+        **{f"criterion {c.name}": not c.unit.per_token for c in config.criteria},
         "the veto": config.rs.veto_threshold is not None,
         "--rollout-log-prob-policy drop-sequence": config.rollout_log_prob_policy == "drop-sequence",
         f"--mismatch-metrics {config.metrics}": config.metrics != "off" and "metrics" in config.model_fields_set,

@@ -85,7 +85,7 @@ def _verdict_columns(state: CorrectionState, masked_T: Tensor | None, rejected_T
 def _token_criteria(state: CorrectionState) -> Iterator[Column]:
     """What each token criterion measures, and what it rejects above if it has two bounds; extremes go to `state`."""
     for criterion in state.config.criteria:
-        if not criterion.judges_tokens:
+        if not criterion.unit.per_token:
             continue
         value = state.judged.values(criterion)
         names, extremes = _extremes({f"value_{criterion.name}": value}, {}, state.tokens.padding)
@@ -118,11 +118,11 @@ def collect_statistics(state: CorrectionState, counts_sequences: bool) -> Statis
         names += [f"invalid_{kind}" for kind in KINDS]
         values.append(count_kinds(state.tokens.code))
     for criterion in state.config.budgets:
-        tokens = state.tokens.padding.logical_not() if criterion.judges_tokens else has
-        judged = state.judged.values(criterion) if criterion.judges_tokens else state.values_N[criterion.name]
+        tokens = state.tokens.padding.logical_not() if criterion.unit.per_token else has
+        judged = state.judged.values(criterion) if criterion.unit.per_token else state.values_N[criterion.name]
         counts = budget_histogram(judged, tokens)
         names += _indexed(f"budget_{criterion.name}", len(counts))
-        values.append(counts if counts_sequences or criterion.judges_tokens else torch.zeros_like(counts))
+        values.append(counts if counts_sequences or criterion.unit.per_token else torch.zeros_like(counts))
     if state.measured and state.config.metrics == "full":
         sums, extra = full_diagnostics(state, counts_sequences)
         maximum_names += extra
@@ -224,7 +224,7 @@ def _criterion_rows(state: CorrectionState, has: Tensor) -> dict[str, Tensor]:
     """`_token_criteria` of every criterion, one number a sequence. What is rejected and not above is below."""
     rows = {name: mean for name, mean in state.means_N.items() if name.startswith(("value_", "above_"))}
     for criterion in state.config.criteria:
-        if criterion.judges_tokens:
+        if criterion.unit.per_token:
             continue
         name, (low, high) = criterion.name, criterion.log_bounds
         value = state.values_N[name].masked_fill(has.logical_not(), 0.0)

@@ -164,7 +164,7 @@ def criteria(s: State, measure: str) -> dict[str, float]:
     return {
         criterion.name: s.mean(f"out_{criterion.name}", measure)
         for criterion in s.config.criteria
-        if measure == "tokens" or not criterion.judges_tokens
+        if measure == "tokens" or not criterion.unit.per_token
     }
 
 

@@ -276,9 +276,3 @@ METRICS: tuple[Metric, ...] = (
            averaged=True),
 )
 # fmt: on
-
-
-def metric_rows() -> Iterator[tuple[str, ...]]:
-    """(name, formula, unit, averaged over, merges by, level) of every declaration, for docs/metrics.md."""
-    for metric in METRICS:
-        yield PREFIX + metric.name, metric.formula, metric.unit, metric.over, metric.merges, metric.level
