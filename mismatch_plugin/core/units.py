@@ -167,7 +167,7 @@ def acting_bounds(config: MismatchConfig) -> ActingBounds | None:
     if config.weighted and not config.weighs_by_sign:
         return own
     for criterion in () if config.rejects_on_current_policy else config.criteria:
-        if criterion.in_log_space and not criterion.condition != "any" and criterion.unit.aggregate != "max":
+        if criterion.in_log_space and criterion.condition == "any" and criterion.unit.aggregate != "max":
             upper = math.inf if criterion.upper_bound is None else criterion.upper_bound
             return ActingBounds(criterion.unit, criterion.lower_bound or 0.0, upper)
     given = not config.weighted and tis.model_fields_set & {"upper_bound", "lower_bound"}
