@@ -13,8 +13,6 @@ from mismatch_plugin.config.values import unknown
 
 Statistic = Literal["ratio", "k1", "k2", "k3", "tv", "binary_kl", "binary_kl_reverse"]
 Condition = Literal["any", "negative", "away"]
-JudgedPolicy = Literal["auto", "current"]
-GroupPolicy = Literal["keep", "exclude", "drop"]
 
 BUDGETS = ("share", "mean")
 _SPEC = (
@@ -161,12 +159,12 @@ class Rejection(Section):
     veto_threshold: float | None = described(
         None, "any token with ρ below this rejects its sequence", unit="ratio", gt=0.0, lt=1.0
     )
-    policy: JudgedPolicy = described(
+    policy: Literal["auto", "current"] = described(
         "auto",
         "which policy criteria and veto compare with π_rollout: auto = the algorithm's π_train, current = π_θ, anew "
         "at every mini-batch",
     )
-    group: GroupPolicy = described(
+    group: Literal["keep", "exclude", "drop"] = described(
         "keep",
         "a rejected response in its group's advantages: keep = it counts in mean and deviation, exclude = only "
         "accepted ones count, drop = and groups with fewer than min_group accepted ones have no gradient",

@@ -9,20 +9,13 @@ from mismatch_plugin.config.fields import Section, described
 from mismatch_plugin.config.units import LEVELS, UNITS, Level, Unit
 from mismatch_plugin.limits import GAMMA_NEGATIVE, GAMMA_POSITIVE, SAFETY_BOUND, UPPER_BOUNDS
 
-Mode = Literal["truncate", "clip", "mask", "gamma"]
-Scope = Literal["auto", "step", "rollout_batch", "micro_batch"]
-KlType = Literal["k1", "k2", "k3", "low_var_kl"]
-RolloutKlType = Literal["k2", "k3"]
-KlOn = Literal["all", "accepted"]
-
-
 GAMMA_WORDS = " where A ≥ 0, else ".join(f"({power:g}, {decay:g})" for power, decay in (GAMMA_POSITIVE, GAMMA_NEGATIVE))
 
 
 class ImportanceSampling(Section):
     """How importance weights are made from the ratio ρ = π_train / π_rollout."""
 
-    mode: Mode = described(
+    mode: Literal["truncate", "clip", "mask", "gamma"] = described(
         "truncate",
         "what happens to an aggregated ratio outside its bounds: truncate = min(ρ, hi), clip = min(max(ρ, lo), hi), "
         "mask = rejected (weight 0, out of the loss), gamma = e^λ ρ^k e^(−λρ), which needs no bounds: (k, λ) is "
@@ -53,7 +46,7 @@ class ImportanceSampling(Section):
     batch_normalize: bool = described(
         False, "divide the bounded weights by their mean, so that it is 1 (self-normalised importance sampling)"
     )
-    batch_normalize_scope: Scope = described(
+    batch_normalize_scope: Literal["auto", "step", "rollout_batch", "micro_batch"] = described(
         "auto",
         "what the mean runs over: the optimizer step, the rollout batch, or one micro-batch; auto = the widest the "
         "host gives",
@@ -138,7 +131,7 @@ class Terms(Section):
         0.0, "entropy bonus: −coef · entropy is added to the loss", unit="1/nat", allow_inf_nan=False
     )
     kl_coef: float = described(0.0, "KL penalty to the reference policy", unit="1/nat", ge=0.0, allow_inf_nan=False)
-    kl_type: KlType = described(
+    kl_type: Literal["k1", "k2", "k3", "low_var_kl"] = described(
         "low_var_kl",
         "estimator of KL(π_θ‖π_ref): k1 = d, k2 = d²/2, k3 = e^−d − 1 + d with d = log π_θ − log π_ref; low_var_kl = "
         "k3 bounded to ±10",
@@ -156,11 +149,11 @@ class Terms(Section):
         ge=0.0,
         allow_inf_nan=False,
     )
-    rollout_kl_type: RolloutKlType = described(
+    rollout_kl_type: Literal["k2", "k3"] = described(
         "k2",
         "k2 = l²/2 or k3 = e^l − 1 − l, an estimator of KL(π_rollout‖π_θ), with l = log π_θ − log π_rollout; the "
         "gradient of a far token stays",
     )
-    rollout_kl_on: KlOn = described(
+    rollout_kl_on: Literal["all", "accepted"] = described(
         "all", "which tokens it runs over: all, or the accepted ones (divided by the number of all)"
     )

@@ -17,12 +17,8 @@ from mismatch_plugin.config.sections import EPS_CLIP, ImportanceSampling, Object
 from mismatch_plugin.config.units import Unit
 from mismatch_plugin.limits import SAFETY_BOUND
 
-Denominator = Literal["auto", "accepted", "original"]
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
 InvalidPolicy = Literal["error", "neutral", "drop-token", "drop-sequence"]
-MetricsLevel = Literal["off", "basic", "full"]
 LogProbBackend = Literal["auto", "torch", "triton", "megatron", "transformer-engine"]
-InplaceLogits = Literal["auto", "off"]
 VerifyWeights = Literal["error", "warn", "off"]
 
 ALGORITHM_NAMES = ("PPO", "bypass PPO", "decoupled PPO", "REINFORCE + IS")
@@ -48,12 +44,14 @@ class Settings(Section):
     rs: Rejection = Field(default_factory=Rejection)
     ppo: PPOClip = Field(default_factory=PPOClip)
     terms: Terms = Field(default_factory=Terms)
-    denominator: Denominator = described(
+    denominator: Literal["auto", "accepted", "original"] = described(
         "auto",
         "what the summed loss is divided by: accepted = rejected tokens leave it, original = they stay; auto = "
         "accepted wherever the plugin owns the denominator",
     )
-    aggregation: Aggregation = described("token-mean", "how token losses become one number")
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = described(
+        "token-mean", "how token losses become one number"
+    )
     length_norm: float | None = described(
         None,
         "constant that divides each sequence's sum under seq-mean-token-sum",
@@ -67,7 +65,7 @@ class Settings(Section):
         "measured it is left out of the metrics and counted",
         flag="--rollout-log-prob-policy",
     )
-    metrics: MetricsLevel = described("basic", "off, the guide's metrics, or everything")
+    metrics: Literal["off", "basic", "full"] = described("basic", "off, the guide's metrics, or everything")
     dry_run: bool = described(False, "compute weights and rejections, report them, apply none")
     gate_kl: float | None = described(
         None,
@@ -90,7 +88,7 @@ class Settings(Section):
         "give no entropy); auto = triton where it can run, else torch. Only where the plugin computes them "
         "(megatron-core)",
     )
-    inplace_logits: InplaceLogits = described(
+    inplace_logits: Literal["auto", "off"] = described(
         "auto",
         "whether the gradient is written over the logits: auto = where nothing else reads them, which saves memory of "
         "their size; off = never. Only where the plugin computes log-probs (megatron-core)",

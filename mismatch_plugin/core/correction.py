@@ -192,31 +192,28 @@ def compute_correction(
             state.read(names, sums if groups is None else groups.sum(sums))
 
     # Back to tokens.
-    mask = tokens.mask
     state.settle(rejected_T)
-    keep = state.keep_T
     if config.normalizes:
         state.factor = state.batch_factor() if batch_factor is None else batch_factor
     counts = groups is None or groups.counts_sequences
     statistics = collect_statistics(state, counts_sequences=counts)
+    weights, keep, tokens_N, kept_N = tokens.mask, tokens.mask, state.tokens_N, state.tokens_N
     if excludes_invalid:  # nothing is weighed or judged by its log-prob, and the loss runs over all that train
-        mask, tokens_N = packed.loss_mask.to(mask.dtype), state.sums_N["trained"]
+        weights = keep = packed.loss_mask.to(tokens.mask.dtype)
+        tokens_N = kept_N = state.sums_N["trained"]
         trained = torch.stack([tokens_N.sum(), (tokens_N > 0).sum().double()]) * float(counts)
         statistics = statistics.with_vector(("trained_tokens", "trained_sequences"), trained)
-        keep, kept_N = mask, tokens_N
         if stale_T is not None and not config.dry_run:
-            keep, kept_N = mask.masked_fill(stale_T, 0.0), state.sums_N["fresh"]
-        return Correction(mask, keep, statistics, tokens, tokens_N, kept_N, sums_N=state.sums_N)
-    if config.dry_run:
-        return Correction(mask, mask, statistics, tokens, state.tokens_N, state.tokens_N, sums_N=state.sums_N)
-    weights = mask
-    if state.weights_U is not None:
-        weights = state.weights_U.to(mask.dtype)
-        if not state.unit.one_ratio_per_token:
-            weights = mask * spread(weights, state.parts.index)
-    if state.factor is not None:
-        weights = weights / state.factor
-    return Correction(weights, keep, statistics, tokens, state.tokens_N, state.kept_N, state.factor, state.sums_N)
+            keep, kept_N = keep.masked_fill(stale_T, 0.0), state.sums_N["fresh"]
+    elif not config.dry_run:
+        keep, kept_N = state.keep_T, state.kept_N
+        if state.weights_U is not None:
+            weights = state.weights_U.to(keep.dtype)
+            weights = weights if state.unit.one_ratio_per_token else tokens.mask * spread(weights, state.parts.index)
+        if state.factor is not None:
+            weights = weights / state.factor
+    factor = None if excludes_invalid or config.dry_run else state.factor
+    return Correction(weights, keep, statistics, tokens, tokens_N, kept_N, factor, state.sums_N)
 
 
 @torch.no_grad()

@@ -102,12 +102,6 @@ class PackedSequences:
             value = getattr(self, name)
             if value is not None and len(value) != len(self.lengths):
                 raise ValueError(f"{name} has {len(value)} entries for {len(self.lengths)} sequences.")
-        chunks = self.chunk_lengths
-        if chunks and (tuple(map(sum, chunks)) != self.lengths or len({*map(len, chunks)}) > 1):
-            raise ValueError(
-                f"chunk_lengths {list(chunks)[:4]} must have as many chunks for every sequence, and add up to its "
-                f"tokens on this rank, {list(self.lengths)[:4]}."
-            )
 
     def __repr__(self) -> str:
         held = ", ".join(name for name in _TOKEN_FIELDS if getattr(self, name) is not None)

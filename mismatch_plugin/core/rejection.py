@@ -133,14 +133,14 @@ def rejection_inputs(
     if config.advantage_readers:
         assert packed.advantages is not None  # validate_fields
         advantages = packed.advantages.masked_fill(tokens.padding, 0.0)
-    if not config.rejects_on_current_policy:
-        return RejectionInputs(tokens, advantages, False, thresholds or {})
-    if current_T is None:
+    separate = config.rejects_on_current_policy
+    if separate and current_T is None:
         raise ValueError(
             "log_probs is missing: under rs.policy current criteria and veto judge log π_θ: pass it to correct, or "
             "choose rs.policy auto, which judges old_log_probs."
         )
-    return RejectionInputs(select_again(tokens, current_T), advantages, True, thresholds or {})
+    judged = select_again(tokens, current_T) if separate and current_T is not None else tokens
+    return RejectionInputs(judged, advantages, separate, thresholds or {})
 
 
 def stale_tokens(config: MismatchConfig, packed: PackedSequences) -> Tensor | None:
