@@ -27,12 +27,13 @@ class SequenceSums:
     def __init__(self, offsets: Tensor) -> None:
         begins, ends = offsets[:-1].numpy(), offsets[1:].numpy()
         self.count, self.filled = len(begins), np.flatnonzero(ends > begins)  # reduceat takes no empty ones
-        self.begins = begins[self.filled]
+        self.begins, self.wide = begins[self.filled], np.empty(offsets[-1])
 
     def add(self, values_T: Tensor, squares: bool) -> list[Tensor]:
         """[N] Σ, and [N] Σ of the squares where asked."""
         values = values_T.float() if values_T.dtype == torch.bfloat16 else values_T
-        wide = values.detach().numpy().astype(np.float64)
+        wide = self.wide
+        np.copyto(wide, values.detach().numpy())
         sums = np.zeros((1 + squares, self.count))
         if len(self.filled):
             sums[0, self.filled] = np.add.reduceat(wide, self.begins)

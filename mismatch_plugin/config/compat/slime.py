@@ -16,8 +16,6 @@ MIS_KEYS = (
     *("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"),
 )
 _SLIME_KEYS = ("use_tis", "use_rollout_logprobs", "use_rollout_log_probs", "tis_clip", "tis_clip_low", *MIS_KEYS)
-_OBJECTIVES = ("gspo", "cispo")
-"""Of slime's advantage estimators those that choose an objective; the others are PPO's."""
 
 
 def from_slime(mapping: Mapping[str, Any]) -> MismatchConfig:
@@ -72,8 +70,8 @@ def _rejection(given: Mapping[str, Any], tis: Mapping[str, Any]) -> dict[str, An
 
 
 def host_objective(estimator: str) -> str:
-    """The objective of slime's own policy loss with that advantage estimator."""
-    return estimator if estimator in _OBJECTIVES else "ppo"
+    """The objective of slime's own policy loss with that advantage estimator; most are PPO's."""
+    return estimator if estimator in ("gspo", "cispo") else "ppo"
 
 
 def with_opsm(data: dict[str, Any], delta: float) -> dict[str, Any]:
