@@ -106,15 +106,13 @@ def test_every_declared_metric_is_reachable_and_documented() -> None:
     for level in ("token", "turn", "sequence", "geometric", "prefix"):
         settings = config(**weighted(level, batch_normalize=True), **rest)
         seen |= set(mp.policy_loss(packed.old_log_probs, packed, settings).statistics.metrics())
+    state = State({"one@tokens": 1.0, "one@sequences": 1.0}, {}, config())
     with pytest.raises(KeyError, match="raito"):
-        Metric("kl", "", "tokens", "one", Mean("raito")).form(
-            State({"one@tokens": 1.0, "one@sequences": 1.0}, {}, config())
-        )
+        Metric("kl", "", "tokens", "one", Mean("raito")).form(state)
     names = [metric.name for metric in METRICS]
     assert len(set(names)) == len(names)
     patterns = {name: re.compile(PREFIX + re.sub(r"\\\{.*\\\}", ".+", re.escape(name))) for name in names}
     assert [name for name, pattern in patterns.items() if not any(map(pattern.fullmatch, seen))] == []
     assert [name for name in seen if not any(pattern.fullmatch(name) for pattern in patterns.values())] == []
-    for metric in METRICS:
-        assert metric.formula and metric.over and metric.merges in ("sum", "max"), metric.name
-        assert metric.level in ("basic", "full") and metric.unit in ("", "share", "nat", "tokens", "sequences")
+    assert {m.merges for m in METRICS} == {"sum", "max"} and {m.level for m in METRICS} == {"basic", "full"}
+    assert {m.unit for m in METRICS} == {"", "share", "nat", "tokens", "sequences"} and all(m.formula for m in METRICS)
