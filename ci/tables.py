@@ -15,7 +15,7 @@ from mismatch_plugin.config import ALGORITHM_NAMES, MismatchConfig
 from mismatch_plugin.config.fields import FieldInfo, leaf_fields
 from mismatch_plugin.config.flags import add_arguments
 from mismatch_plugin.core import health
-from mismatch_plugin.core.metrics.registry import PREFIX, metric_rows
+from mismatch_plugin.core.metrics.registry import METRICS, PREFIX
 from mismatch_plugin.data.columns import NAMES
 from mismatch_plugin.diagnose.normal import KNOWN, LOOSE, span
 from mismatch_plugin.diagnose.recommend import ADDITIONS, LEAST_KEPT, RULES
@@ -31,6 +31,7 @@ def config_table() -> Table:
     Flags that stand for no single field (`--mismatch-preset`, `--rs-level`, …) follow at the end.
     """
     rows = [_setting(field) for field in leaf_fields(MismatchConfig)]
+    assert ELSEWHERE.keys() <= {row[0] for row in rows}
     described = {flag for row in rows for flag in row[1].split(", ")}
     for action in _actions():
         if action.help != argparse.SUPPRESS and described.isdisjoint(action.option_strings):
@@ -43,7 +44,7 @@ def config_table() -> Table:
 def metrics_table() -> Table:
     """Every metric: name, formula, unit, what it averages over, how it merges, and the level that reports it."""
     headers = ("metric", "formula", "unit", "over", "merges by", "level")
-    rows = tuple((name.removeprefix(PREFIX), *rest) for name, *rest in metric_rows())
+    rows = tuple((m.name, m.formula, m.unit, m.over, m.merges, m.level) for m in METRICS)
     notes = (
         f"All names begin with `{PREFIX}`. A name with braces stands for several metrics.",
         "ρ = exp(l) is the ratio π_train/π_rollout, of a token or, at sequence and geometric level, of a sequence.",
@@ -182,7 +183,7 @@ def health_table() -> Table:
     headers = ("about", "metric", "warns", "judged for", "it means", "what to do")
     rows = tuple(
         (rule.about, rule.metric, rule.when, rule.only or "every setting", rule.meaning, rule.advice)
-        for rule in health.all_rules()
+        for rule in health.ALL_RULES
     )
     notes = (
         "About `data`: how large the mismatch is, which no correction changes. `correction`: what is left of it after "
@@ -266,12 +267,38 @@ TABLES: dict[str, Callable[[], Table]] = {
 }
 
 
+ELSEWHERE = {
+    "use_rollout_log_probs": ("use_rollout_logprobs", "bypass_mode, bypass_old_logprob_for_rollout"),
+    "use_tis": ("use_tis", "rollout_is (not null)"),
+    "objective": ("advantage_estimator", "loss_mode"),
+    "tis.mode": ("tis_mode", 'rollout_is_threshold ("lo_hi" = mask)'),
+    "tis.level": ("tis_level", "rollout_is"),
+    "tis.lower_bound": ("tis_lower_bound, tis_clip_low", 'rollout_is_threshold ("lo_hi")'),
+    "tis.upper_bound": ("tis_upper_bound, tis_clip", "rollout_is_threshold"),
+    "tis.batch_normalize": ("tis_batch_normalize", "rollout_is_batch_normalize"),
+    "rs.criteria": ("use_rs, rs_level, rs_lower_bound, rs_upper_bound", "rollout_rs, rollout_rs_threshold"),
+    "rs.veto_threshold": ("rs_veto_threshold", "rollout_token_veto_threshold"),
+    "ppo.eps_clip_low": ("eps_clip", "clip_ratio_low"),
+    "ppo.eps_clip_high": ("eps_clip_high", "clip_ratio_high"),
+    "ppo.dual_clip": ("eps_clip_c", "clip_ratio_c"),
+    "ppo.tau_positive": ("", "tau_pos"),
+    "ppo.tau_negative": ("", "tau_neg"),
+    "terms.entropy_coef": ("entropy_coef", "entropy_coeff"),
+    "terms.kl_coef": ("kl_loss_coef", "kl_loss_coef"),
+    "terms.kl_type": ("kl_loss_type", "kl_loss_type"),
+    "aggregation": ("calculate_per_token_loss", "loss_agg_mode"),
+    "length_norm": ("", "seq-mean-token-sum-norm"),
+    "fused_head": ("", "use_fused_kernels"),
+}
+"""Setting → what slime and verl call it."""
+
+
 def _setting(field: FieldInfo) -> tuple[str, ...]:
     meta = field.meta
     flags = ", ".join((meta["flag"], *meta["aliases"])) if meta.get("flag") else NOTHING
     others = [show(value) for value in get_args(field.annotation) if isinstance(value, str) and value != field.default]
     default = show(field.default) + (f" ({', '.join(others)})" if others else "")
-    return (field.path, flags, default, meta["unit"], field.description, meta["slime"], meta["verl"])
+    return (field.path, flags, default, meta["unit"], field.description, *ELSEWHERE.get(field.path, ("", "")))
 
 
 def _actions() -> list[argparse.Action]:

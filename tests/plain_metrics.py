@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import mismatch_plugin as mp
 from tests.plain import (
+    TRAINER_VERSION,
     Near,
     Response,
     Token,
@@ -109,7 +110,7 @@ def ratios(responses: list[list[Token]], tokens: list[Token], config: mp.Mismatc
     upper = tis_bounds(config)[1]
     low, high = sorted((1.0 / upper, upper))
     bounded = [clamp(ratio, low, high) for ratio in by_token]
-    square = mean(ratio * ratio for ratio in rho)
+    square, bounded_square = (mean(ratio * ratio for ratio in each) for each in (rho, bounded))
     found: Metrics = {
         "rollout_is_mean": mean(by_token, 1.0),
         "rollout_is_ratio_mean": mean(rho, 1.0),
@@ -118,7 +119,7 @@ def ratios(responses: list[list[Token]], tokens: list[Token], config: mp.Mismatc
         "rollout_is_std": population_std(bounded) if len(tokens) > 1 else 0.0,
         "rollout_is_min": exp_at_most(min(logs, default=0.0)),
         "rollout_is_max": exp_at_most(max(logs, default=0.0)),
-        "rollout_is_eff_sample_size": effective_share(bounded, 1.0),
+        "rollout_is_eff_sample_size": 0.0 if tokens and bounded_square <= 1e-6 else effective_share(bounded, 1.0),
         "rollout_is_seq_mean": mean(by_sequence, 1.0),
         "rollout_is_seq_std": sample_std(by_sequence),
         "chi2_token": square - 1.0 if tokens else 0.0,
@@ -329,8 +330,7 @@ def full(responses: list[list[Token]], tokens: list[Token], batch: list[Response
     drift("position", lambda token: bucket(token.position, (64, 256, 1024, 4096, 16384), near))
     drift("probability", lambda token: bucket(math.exp(token.rollout), (0.01, 0.1, 0.5, 0.9, 0.99), near))
     if all(response.versions is not None for response in batch):
-        newest = max((token.version or 0 for token in tokens), default=0)
-        drift("version", lambda token: f"lag_{newest - (token.version or 0)}", absolute=False)
+        drift("version", lambda token: f"lag_{max(TRAINER_VERSION - (token.version or 0), 0)}", absolute=False)
 
     signs: dict[str, list[bool]] = {}
     for token in tokens:

@@ -13,8 +13,6 @@ from mismatch_plugin.config.values import unknown
 
 Statistic = Literal["ratio", "k1", "k2", "k3", "tv", "binary_kl", "binary_kl_reverse"]
 Condition = Literal["any", "negative", "away"]
-JudgedPolicy = Literal["auto", "current"]
-GroupPolicy = Literal["keep", "exclude", "drop"]
 
 BUDGETS = ("share", "mean")
 _SPEC = (
@@ -56,7 +54,7 @@ class Criterion(Section):
     @property
     def name(self) -> str:
         """`aggregate_statistic`, and `_condition` where there is one, as used in metric names."""
-        condition = f"_{self.condition}" if self.conditional else ""
+        condition = f"_{self.condition}" if self.condition != "any" else ""
         return f"{self.aggregate}_{'ratio' if self.statistic == 'k1' else self.statistic}{condition}"
 
     @property
@@ -70,20 +68,10 @@ class Criterion(Section):
         return self.statistic in ("ratio", "k1")
 
     @property
-    def conditional(self) -> bool:
-        """True where it is judged only in some units, by their advantage."""
-        return self.condition != "any"
-
-    @property
     def budget(self) -> str:
         """As it is written behind the bounds: share=Q or mean=τ; "" without one."""
         given = ((name, getattr(self, name)) for name in BUDGETS)
         return ":".join(f"{name}={value:.10g}" for name, value in given if value is not None)
-
-    @property
-    def judges_tokens(self) -> bool:
-        """True where single tokens are judged, False where all of a sequence stays or goes."""
-        return self.unit.per_token
 
     @property
     def log_bounds(self) -> tuple[float | None, float | None]:
@@ -94,13 +82,6 @@ class Criterion(Section):
             upper = math.log(upper) if upper is not None and upper != math.inf else None
             return lower, upper
         return (lower or None), (None if upper == math.inf else upper)
-
-    @property
-    def rejects_nothing(self) -> bool:
-        """True where no value can be outside the bounds; tv of a token is at most 1."""
-        lower, upper = self.log_bounds
-        free = self.statistic == "tv" and not self.unit.multiplies and upper is not None and upper >= 1.0
-        return lower is None and (upper is None or free)
 
     def resolved(self, inherited_upper: float | None) -> Criterion:
         """This criterion with absent bounds filled in. Raises ValueError where there is nothing to inherit."""
@@ -131,7 +112,7 @@ class Criterion(Section):
 
     @model_validator(mode="after")
     def _means_something(self) -> Criterion:
-        if self.condition == "away" and not self.judges_tokens:
+        if self.condition == "away" and not self.unit.per_token:
             raise ValueError(
                 f"rs criterion {self.name}: a sequence has tokens on both sides of π_rollout, so that away is for "
                 f"aggregate token: choose that, or condition negative."
@@ -140,7 +121,7 @@ class Criterion(Section):
             "is one of share and mean: leave one out": self.share is not None and self.mean is not None,
             "raises one bound, and ratio has two: choose k2 or k3": self.in_log_space,
             "raises the upper bound alone: leave the lower one out": bool(self.lower_bound),
-            "counts all units: leave the condition out": self.conditional,
+            "counts all units: leave the condition out": self.condition != "any",
         }
         if self.budget and (fault := next((text for text, there in faults.items() if there), "")):
             raise ValueError(f"rs criterion {self.name}: a budget ({self.budget}) {fault}.")
@@ -174,24 +155,16 @@ class Rejection(Section):
         f"{', '.join(get_args(Statistic))}; conditions: {', '.join(get_args(Condition))}; budgets, which raise the "
         "upper bound from the second step on: share=Q (at most that share is rejected), mean=τ (of what is kept)",
         flag="--rs-criterion",
-        slime="use_rs, rs_level, rs_lower_bound, rs_upper_bound",
-        verl="rollout_rs, rollout_rs_threshold",
     )
     veto_threshold: float | None = described(
-        None,
-        "any token with ρ below this rejects its sequence",
-        unit="ratio",
-        slime="rs_veto_threshold",
-        verl="rollout_token_veto_threshold",
-        gt=0.0,
-        lt=1.0,
+        None, "any token with ρ below this rejects its sequence", unit="ratio", gt=0.0, lt=1.0
     )
-    policy: JudgedPolicy = described(
+    policy: Literal["auto", "current"] = described(
         "auto",
         "which policy criteria and veto compare with π_rollout: auto = the algorithm's π_train, current = π_θ, anew "
         "at every mini-batch",
     )
-    group: GroupPolicy = described(
+    group: Literal["keep", "exclude", "drop"] = described(
         "keep",
         "a rejected response in its group's advantages: keep = it counts in mean and deviation, exclude = only "
         "accepted ones count, drop = and groups with fewer than min_group accepted ones have no gradient",

@@ -1,4 +1,4 @@
-"""Configuration files, YAML (and so JSON), as nested dicts: no key twice, and the decimal numbers of YAML 1.2."""
+"""Configuration files, YAML (and so JSON), as nested dicts: no key twice, and 1e-4 is a number."""
 
 from __future__ import annotations
 
@@ -27,16 +27,10 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# YAML 1.1 reads 1:30 as 90 and 010 as 8, and JSON's Infinity as a word.
-_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, form) for tag, form in forms if tag not in (_INT, _FLOAT)]
-    for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?\d+$", re.ASCII), list("-+0123456789"))
-_NUMBER = re.compile(r"([-+]?(\.\d+|\d+(\.\d*)?)(e[-+]?\d+)?|[-+]?(\.inf|infinity)|\.?nan)$", re.ASCII | re.IGNORECASE)
-_Loader.add_implicit_resolver(_FLOAT, _NUMBER, list("-+.0123456789iInN"))
-_Loader.add_constructor(_INT, lambda _, node: int(node.value))
+# YAML 1.1 takes 1e-4 for text.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)e[-+]?\d+$", re.IGNORECASE), list("-+.0123456789")
+)
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:

@@ -24,19 +24,11 @@ class FieldInfo:
 
 
 def described(
-    default: Any,
-    description: str,
-    *,
-    flag: str = "",
-    aliases: tuple[str, ...] = (),
-    unit: str = "",
-    slime: str = "",
-    verl: str = "",
-    **constraints: Any,
+    default: Any, description: str, *, flag: str = "", aliases: tuple[str, ...] = (), unit: str = "", **constraints: Any
 ) -> Any:
     """A pydantic field with the metadata that flags and documentation are generated from. flag: where it is not
     --tis-NAME, --rs-NAME or --mismatch-NAME, by its section."""
-    meta: Any = {"flag": flag, "aliases": aliases, "unit": unit, "slime": slime, "verl": verl}
+    meta: Any = {"flag": flag, "aliases": aliases, "unit": unit}
     return Field(default, description=description, json_schema_extra={"mismatch": meta}, **constraints)
 
 

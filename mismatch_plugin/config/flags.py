@@ -13,33 +13,21 @@ from mismatch_plugin.config.values import merge, nested, number
 
 _CRITERIA = "rs.criteria"
 _USE_RS = "--use-rs"
+_RATIO: dict[str, Any] = {"type": number, "metavar": "RATIO"}
 # Flags that are no setting of their own: together they are one criterion, or they say where settings come from.
-_MORE_FLAGS: dict[str, dict[str, Any]] = {
-    _USE_RS: {
-        "action": "store_true",
-        "help": "reject what is outside bounds of the ratio: one criterion, see --rs-level",
-    },
-    "--rs-level": {
-        "choices": list(RS_LEVELS),
-        "help": "how ratios are aggregated for rejection; token if absent; needs --use-rs",
-    },
-    "--rs-lower-bound": {
-        "type": number,
-        "metavar": "RATIO",
-        "help": "lower bound of the criterion of --use-rs; 1/hi if absent, 0 turns it off",
-    },
-    "--rs-upper-bound": {
-        "type": number,
-        "metavar": "RATIO",
-        "help": "upper bound of the criterion of --use-rs; the TIS upper bound if absent",
-    },
-    "--mismatch-preset": {"metavar": "NAME", "help": "preset to start from (mismatch-plugin presets lists them)"},
-    "--mismatch-config": {
-        "metavar": "FILE",
-        "help": "YAML or JSON file with settings; a flag wins over the file, the file over the preset",
-    },
-    "--mismatch-explain-only": {"action": "store_true", "help": "print what these settings do, and stop"},
-}
+_MORE_FLAGS: list[tuple[str, dict[str, Any], str]] = [
+    (_USE_RS, {"action": "store_true"}, "reject what is outside bounds of the ratio: one criterion, see --rs-level"),
+    ("--rs-level", {"choices": list(RS_LEVELS)}, "how the ratios of --use-rs are aggregated; token if absent"),
+    ("--rs-lower-bound", _RATIO, "lower bound of the criterion of --use-rs; 1/hi if absent, 0 turns it off"),
+    ("--rs-upper-bound", _RATIO, "upper bound of the criterion of --use-rs; the TIS upper bound if absent"),
+    ("--mismatch-preset", {"metavar": "NAME"}, "preset to start from (mismatch-plugin presets lists them)"),
+    (
+        "--mismatch-config",
+        {"metavar": "FILE"},
+        "YAML or JSON settings; a flag wins over them, and they over the preset",
+    ),
+    ("--mismatch-explain-only", {"action": "store_true"}, "print what these settings do, and stop"),
+]
 
 
 def add_arguments(parser: ArgumentParser, reserved: Mapping[str, str] | None = None) -> ArgumentParser:
@@ -112,7 +100,7 @@ def _all_flags() -> list[tuple[list[str], dict[str, Any]]]:
     """(spellings, options of add_argument) of every flag, the rejection flags before --rs-criterion."""
     flags = [(_spellings(leaf), _options(leaf)) for leaf in leaf_fields(Settings)]
     at = next(index for index, (spellings, _) in enumerate(flags) if "--rs-criterion" in spellings)
-    more = [([flag], options) for flag, options in _MORE_FLAGS.items()]
+    more = [([flag], {**options, "help": text}) for flag, options, text in _MORE_FLAGS]
     return [*flags[:at], *more[:4], *flags[at:], *more[4:]]
 
 

@@ -15,11 +15,11 @@ from pydantic import BaseModel, PrivateAttr, ValidationError, ValidationInfo, mo
 from mismatch_plugin.config.documents import read_mapping
 from mismatch_plugin.config.fields import flag_names, plain_error
 from mismatch_plugin.config.flags import add_arguments, given_flags
-from mismatch_plugin.config.presets import find_preset
+from mismatch_plugin.config.presets import find_preset, preset_names
 from mismatch_plugin.config.rules import notes_on
 from mismatch_plugin.config.sections import GAMMA_WORDS
 from mismatch_plugin.config.settings import ALGORITHM_NAMES, Settings
-from mismatch_plugin.config.values import MismatchWarning, dotted_fields_set, merge
+from mismatch_plugin.config.values import MismatchWarning, dotted_fields_set, ignore_mismatch_warnings, merge
 
 
 class Once(Namespace):
@@ -145,7 +145,7 @@ class MismatchConfig(Settings):
         return f"{tis.level} level, {tis.mode}, {bounds}{scope}"
 
     def _rejection(self) -> str:
-        parts = []
+        parts = ["ratios outside the weights' bounds"] if self.weighted and self.tis.mode == "mask" else []
         for one in self.criteria:
             budget = f" (a budget: from the second step on the bound rises for {one.budget})" * bool(one.budget)
             parts.append(f"{one.name} in [{one.lower_bound or 0:g}, {one.upper_bound:g}]{budget}")
@@ -193,11 +193,11 @@ class MismatchConfig(Settings):
         except (Exception, SystemExit) as error:
             raise ValueError(f"{where}: {error}.") from None
         if words_left:
-            near = get_close_matches(
-                words_left[0], [name for name in parser._option_string_actions if "_" not in name], 1
-            )
+            word, flags = words_left[0], [name for name in parser._option_string_actions if "_" not in name]
+            near = [flag for flag in flags if flag.startswith(word)] or get_close_matches(word, flags, 1)
+            near = [f"--mismatch-preset {word}"] if word in preset_names() else near
             hint = f", did you mean {near[0]}?" if near else "."
-            raise ValueError(f"{where}: {words_left[0]} is no flag of this package{hint}")
+            raise ValueError(f"{where}: {word} is no flag of this package{hint}")
         if getattr(known, "mismatch_explain_only", None):
             raise ValueError(f"{where}: --mismatch-explain-only is for a launch line, leave it out.")
         return cls.from_args(known)
@@ -208,8 +208,7 @@ class MismatchConfig(Settings):
         name = in_file if preset is None else preset
         base = cls()
         if name is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", MismatchWarning)  # the merged configuration says what still holds
+            with ignore_mismatch_warnings():  # the merged configuration says what still holds
                 base = cls.build(find_preset(name).settings())
         typed = dotted_fields_set(flags)
         data = merge(merge(base.model_dump(exclude_unset=True), file), flags)

@@ -27,19 +27,19 @@ THREE_POLICIES = (
 
 @dataclass(frozen=True)
 class Preset:
-    """One preset: what the table of presets shows, and how its parameters become settings."""
+    """One preset: what the table of presets shows, and how its parameters become settings.
+
+    names: its own, then its aliases. parts: some of the settings each, or what makes them of the parameters.
+    parameters: with their defaults. required: those that have none, with an example each.
+    """
 
     names: str
-    """Its name, and after it the aliases, with spaces between."""
     algorithm: int
     parts: tuple[Settings | Callable[[Parameters], Settings], ...]
-    """Some of the settings each, or what makes them of the parameters."""
     parameters: Parameters
-    """With their defaults."""
     summary: str
     when: str
     required: Parameters = field(default_factory=dict)
-    """Parameters that have no default, with an example each."""
 
     @property
     def name(self) -> str:
@@ -136,16 +136,7 @@ _K3 = _criteria("sequence_mean:k3:{rs_threshold}")
 _UNWEIGHTED: Settings = {"tis": {"level": "none"}}
 _ORIGINAL: Settings = {"denominator": "original"}
 _EACH_RESPONSE: Settings = {"aggregation": "seq-mean-token-mean"}
-_TOPR: Settings = {
-    "tis": {
-        "level": "sequence",
-        "mode": "clip",
-        "lower_bound": 0.0,
-        "upper_bound": 1.0,
-        "lower_bound_positive": 1.0,
-        "upper_bound_positive": 1.0,
-    }
-}
+_AT_ONE = {"lower_bound": 0.0, "upper_bound": 1.0, "lower_bound_positive": 1.0, "upper_bound_positive": 1.0}
 
 
 def _veto(given: Parameters) -> Settings:
@@ -160,7 +151,6 @@ _RS_GEO: Parameters = {"rs_threshold": "0.999_1.001"}
 _RS_K3: Parameters = {"rs_threshold": 0.01}
 _IS: Parameters = {"is_threshold": 2.0}
 _DIVERGENCE: Parameters = {"is_threshold": 20.0}
-_WIDE: Parameters = {"threshold": 5.0, "bound_growth": 0.5}
 
 # fmt: off
 PRESETS = (
@@ -252,7 +242,8 @@ PRESETS = (
         "PPO without weights, sequences of negative advantage rejected once π_θ has left the sampler (DeepSeek-V3.2)",
         "stale or far sequences that would only be pushed down further; δ of 0.05 to 0.2 is used",
         {"delta": 0.1}),
-    Preset("prefix_is", 2, (_PREFIX, lambda given: {"tis": {"bound_growth": given["bound_growth"]}}), _WIDE,
+    Preset("prefix_is", 2, (_PREFIX, lambda given: {"tis": {"bound_growth": given["bound_growth"]}}),
+        {"threshold": 5.0, "bound_growth": 0.5},
         "decoupled PPO, weights of the product up to each token, truncated above at 5^√t",
         "an advantage for each token and KL × length to 0.5: less bias than token_is; exact up to the bound for "
         "A_t = Q(s_t, a_t) or Q − V, while π_θ is π_old"),
@@ -265,7 +256,7 @@ PRESETS = (
     Preset("m2po", 0, (_second_moment,), {"second_moment": 0.04},
         "the tokens of the largest l² rejected until the mean of the rest is at most 0.04 (M2PO)",
         "stale data: rejects where and as much as the second moment needs, by the step before; the first by l² alone"),
-    Preset("topr", 3, (_TOPR,), {},
+    Preset("topr", 3, ({"tis": {"level": "sequence", "mode": "clip", **_AT_ONE}},), {},
         "REINFORCE, weight 1 where A ≥ 0, else the sequence's ratio truncated above at 1 (TOPR)",
         "old or far data: good responses are learned at full weight, bad ones only while the policy would sample them"),
     Preset("vespo", 3, ({"tis": {"level": "sequence", "mode": "gamma"}},), {},

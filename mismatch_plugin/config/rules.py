@@ -130,7 +130,7 @@ def contradictions(config: Settings) -> list[tuple[bool, str]]:
             f"{early} algorithm {config.algorithm} judges π_θ: choose keep, or algorithm 0 or 2"),
         (grouped and config.rejects_on_current_policy,
             f"{early} <rs.policy> current judges π_θ: choose keep, or <rs.policy> auto"),
-        (grouped and config.needs_advantages,
+        (grouped and bool(config.advantage_readers),
             f"{early} {', '.join(config.advantage_readers)} needs these: choose keep, or leave that out"),
         (grouped and bool(config.budgets),
             f"{early} the budget of {', '.join(one.name for one in config.budgets)} moves at every step: choose keep")
@@ -150,11 +150,13 @@ def outside_known_range(config: Settings) -> list[tuple[bool, str]]:
     rows = [(masks and config.tis.upper > 1.1,
         f"tis.upper_bound {config.tis.upper:g} at geometric level masks hardly anything: {geometric}.")]
     for criterion in config.criteria:
-        name, upper = criterion.name, criterion.upper_bound or 0.0
+        name, upper, bounds = criterion.name, criterion.upper_bound or 0.0, criterion.log_bounds
+        at_most_one = criterion.statistic == "tv" and not criterion.unit.multiplies and upper >= 1.0
         rows += [
             (criterion.unit.aggregate == "mean" and criterion.in_log_space and 1.1 < upper < math.inf,
                 f"rs criterion {name} with upper bound {upper:g} rejects hardly anything: {geometric}."),
-            (criterion.rejects_nothing, f"rs criterion {name} rejects nothing: no value is outside its bounds.")
+            (bounds[0] is None and (bounds[1] is None or at_most_one),
+                f"rs criterion {name} rejects nothing: no value is outside its bounds.")
         ]
     return [*rows,
         (algorithm == 3 and config.weighted and config.unit.per_token and not trusted,

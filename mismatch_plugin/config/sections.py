@@ -9,50 +9,27 @@ from mismatch_plugin.config.fields import Section, described
 from mismatch_plugin.config.units import LEVELS, UNITS, Level, Unit
 from mismatch_plugin.limits import GAMMA_NEGATIVE, GAMMA_POSITIVE, SAFETY_BOUND, UPPER_BOUNDS
 
-Mode = Literal["truncate", "clip", "mask", "gamma"]
-Scope = Literal["auto", "step", "rollout_batch", "micro_batch"]
-KlType = Literal["k1", "k2", "k3", "low_var_kl"]
-RolloutKlType = Literal["k2", "k3"]
-KlOn = Literal["all", "accepted"]
-
-
 GAMMA_WORDS = " where A ≥ 0, else ".join(f"({power:g}, {decay:g})" for power, decay in (GAMMA_POSITIVE, GAMMA_NEGATIVE))
 
 
 class ImportanceSampling(Section):
     """How importance weights are made from the ratio ρ = π_train / π_rollout."""
 
-    mode: Mode = described(
+    mode: Literal["truncate", "clip", "mask", "gamma"] = described(
         "truncate",
         "what happens to an aggregated ratio outside its bounds: truncate = min(ρ, hi), clip = min(max(ρ, lo), hi), "
         "mask = rejected (weight 0, out of the loss), gamma = e^λ ρ^k e^(−λρ), which needs no bounds: (k, λ) is "
         f"{GAMMA_WORDS}",
-        slime="tis_mode",
-        verl='rollout_is_threshold ("lo_hi" = mask)',
     )
     level: Level = described(
         "token",
         f"the ratio that weighs a token: {', '.join(f'{level} = {UNITS[level].ratio}' for level in LEVELS)}; none = "
         "weight 1, REINFORCE with rejection only",
-        slime="tis_level",
-        verl="rollout_is",
     )
     lower_bound: float | None = described(
-        None,
-        "lower bound lo of the aggregated ratio; 1/hi if absent, 0 turns it off",
-        unit="ratio",
-        slime="tis_lower_bound, tis_clip_low",
-        verl='rollout_is_threshold ("lo_hi")',
-        ge=0.0,
+        None, "lower bound lo of the aggregated ratio; 1/hi if absent, 0 turns it off", unit="ratio", ge=0.0
     )
-    upper_bound: float = described(
-        2.0,
-        "upper bound hi of the aggregated ratio; inf means e^20",
-        unit="ratio",
-        slime="tis_upper_bound, tis_clip",
-        verl="rollout_is_threshold",
-        gt=0.0,
-    )
+    upper_bound: float = described(2.0, "upper bound hi of the aggregated ratio; inf means e^20", unit="ratio", gt=0.0)
     lower_bound_positive: float | None = described(
         None, "lo where A ≥ 0, of several tokens their sum; absent = as elsewhere", unit="ratio", ge=0.0
     )
@@ -67,12 +44,9 @@ class ImportanceSampling(Section):
         le=1.0,
     )
     batch_normalize: bool = described(
-        False,
-        "divide the bounded weights by their mean, so that it is 1 (self-normalised importance sampling)",
-        slime="tis_batch_normalize",
-        verl="rollout_is_batch_normalize",
+        False, "divide the bounded weights by their mean, so that it is 1 (self-normalised importance sampling)"
     )
-    batch_normalize_scope: Scope = described(
+    batch_normalize_scope: Literal["auto", "step", "rollout_batch", "micro_batch"] = described(
         "auto",
         "what the mean runs over: the optimizer step, the rollout batch, or one micro-batch; auto = the widest the "
         "host gives",
@@ -126,33 +100,22 @@ class PPOClip(Section):
         0.2,
         "ε of the lower clip bound 1 − ε; absent: 0.2, under gspo 3e-4, under cispo 1 (no lower bound), under gmpo 0.4 "
         "(of the log-ratio)",
-        slime="eps_clip",
-        verl="clip_ratio_low",
         ge=0.0,
         le=1.0,
     )
     eps_clip_high: float = described(
-        0.2,
-        "ε of the upper clip bound 1 + ε; absent: 0.2, under gspo 4e-4, under gmpo 0.4 (of the log-ratio)",
-        slime="eps_clip_high",
-        verl="clip_ratio_high",
-        ge=0.0,
+        0.2, "ε of the upper clip bound 1 + ε; absent: 0.2, under gspo 4e-4, under gmpo 0.4 (of the log-ratio)", ge=0.0
     )
     dual_clip: float | None = described(
-        None,
-        "dual-clip constant c: for negative advantages the loss is at most −c·A; absent = off",
-        slime="eps_clip_c",
-        verl="clip_ratio_c",
-        gt=1.0,
+        None, "dual-clip constant c: for negative advantages the loss is at most −c·A; absent = off", gt=1.0
     )
     tau_positive: float = described(
         1.0,
         "τ of objective sapo's gate where A > 0: the larger, the sooner a far ratio loses its gradient",
-        verl="tau_pos",
         gt=0.0,
         allow_inf_nan=False,
     )
-    tau_negative: float = described(1.05, "τ where A ≤ 0", verl="tau_neg", gt=0.0, allow_inf_nan=False)
+    tau_negative: float = described(1.05, "τ where A ≤ 0", gt=0.0, allow_inf_nan=False)
 
 
 Objective = Literal["ppo", "gspo", "cispo", "sapo", "gmpo", "reinforce"]
@@ -165,28 +128,13 @@ class Terms(Section):
     """Losses added to the policy term. The correction does not scale them: they run over the original `loss_mask`."""
 
     entropy_coef: float = described(
-        0.0,
-        "entropy bonus: −coef · entropy is added to the loss",
-        unit="1/nat",
-        slime="entropy_coef",
-        verl="entropy_coeff",
-        allow_inf_nan=False,
+        0.0, "entropy bonus: −coef · entropy is added to the loss", unit="1/nat", allow_inf_nan=False
     )
-    kl_coef: float = described(
-        0.0,
-        "KL penalty to the reference policy",
-        unit="1/nat",
-        slime="kl_loss_coef",
-        verl="kl_loss_coef",
-        ge=0.0,
-        allow_inf_nan=False,
-    )
-    kl_type: KlType = described(
+    kl_coef: float = described(0.0, "KL penalty to the reference policy", unit="1/nat", ge=0.0, allow_inf_nan=False)
+    kl_type: Literal["k1", "k2", "k3", "low_var_kl"] = described(
         "low_var_kl",
         "estimator of KL(π_θ‖π_ref): k1 = d, k2 = d²/2, k3 = e^−d − 1 + d with d = log π_θ − log π_ref; low_var_kl = "
         "k3 bounded to ±10",
-        slime="kl_loss_type",
-        verl="kl_loss_type",
     )
     kl_importance_weighted: bool = described(
         False,
@@ -201,11 +149,11 @@ class Terms(Section):
         ge=0.0,
         allow_inf_nan=False,
     )
-    rollout_kl_type: RolloutKlType = described(
+    rollout_kl_type: Literal["k2", "k3"] = described(
         "k2",
         "k2 = l²/2 or k3 = e^l − 1 − l, an estimator of KL(π_rollout‖π_θ), with l = log π_θ − log π_rollout; the "
         "gradient of a far token stays",
     )
-    rollout_kl_on: KlOn = described(
+    rollout_kl_on: Literal["all", "accepted"] = described(
         "all", "which tokens it runs over: all, or the accepted ones (divided by the number of all)"
     )

@@ -1,4 +1,4 @@
-"""Every setting of the correction, with what follows from it; a setting's metadata is next to its definition.
+"""Every setting of the correction, with what follows from it.
 
 The argparse group (`flags.py`) and the table of docs/settings.md are generated from these fields.
 """
@@ -17,12 +17,8 @@ from mismatch_plugin.config.sections import EPS_CLIP, ImportanceSampling, Object
 from mismatch_plugin.config.units import Unit
 from mismatch_plugin.limits import SAFETY_BOUND
 
-Denominator = Literal["auto", "accepted", "original"]
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
 InvalidPolicy = Literal["error", "neutral", "drop-token", "drop-sequence"]
-MetricsLevel = Literal["off", "basic", "full"]
 LogProbBackend = Literal["auto", "torch", "triton", "megatron", "transformer-engine"]
-InplaceLogits = Literal["auto", "off"]
 VerifyWeights = Literal["error", "warn", "off"]
 
 ALGORITHM_NAMES = ("PPO", "bypass PPO", "decoupled PPO", "REINFORCE + IS")
@@ -36,41 +32,30 @@ class Settings(Section):
         "use SGLang's log-probs as the old policy; no second forward pass",
         flag="--use-rollout-log-probs",
         aliases=("--use_rollout_log_probs", "--use-rollout-logprobs"),
-        slime="use_rollout_logprobs",
-        verl="bypass_mode, bypass_old_logprob_for_rollout",
     )
-    use_tis: bool = described(
-        False,
-        "apply training-inference importance sampling",
-        flag="--use-tis",
-        slime="use_tis",
-        verl="rollout_is (not null)",
-    )
+    use_tis: bool = described(False, "apply training-inference importance sampling", flag="--use-tis")
     objective: Objective = described(
         "ppo",
         "what becomes of π_θ, anchor and advantage in algorithms 0, 1, 2: ppo; gspo = the clip on the sequence's "
         "geometric mean; cispo = −sg(clip(r))·A·log π_θ; sapo = a smooth gate for the clip; gmpo = the geometric mean "
         "of clipped ratios; reinforce = −A·log π_θ. Algorithm 3 is reinforce",
-        slime="advantage_estimator",
-        verl="loss_mode",
     )
     tis: ImportanceSampling = Field(default_factory=ImportanceSampling)
     rs: Rejection = Field(default_factory=Rejection)
     ppo: PPOClip = Field(default_factory=PPOClip)
     terms: Terms = Field(default_factory=Terms)
-    denominator: Denominator = described(
+    denominator: Literal["auto", "accepted", "original"] = described(
         "auto",
         "what the summed loss is divided by: accepted = rejected tokens leave it, original = they stay; auto = "
         "accepted wherever the plugin owns the denominator",
     )
-    aggregation: Aggregation = described(
-        "token-mean", "how token losses become one number", slime="calculate_per_token_loss", verl="loss_agg_mode"
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = described(
+        "token-mean", "how token losses become one number"
     )
     length_norm: float | None = described(
         None,
         "constant that divides each sequence's sum under seq-mean-token-sum",
         unit="tokens",
-        verl="seq-mean-token-sum-norm",
         ge=1e-6,
         allow_inf_nan=False,
     )
@@ -80,7 +65,7 @@ class Settings(Section):
         "measured it is left out of the metrics and counted",
         flag="--rollout-log-prob-policy",
     )
-    metrics: MetricsLevel = described("basic", "off, the guide's metrics, or everything")
+    metrics: Literal["off", "basic", "full"] = described("basic", "off, the guide's metrics, or everything")
     dry_run: bool = described(False, "compute weights and rejections, report them, apply none")
     gate_kl: float | None = described(
         None,
@@ -103,7 +88,7 @@ class Settings(Section):
         "give no entropy); auto = triton where it can run, else torch. Only where the plugin computes them "
         "(megatron-core)",
     )
-    inplace_logits: InplaceLogits = described(
+    inplace_logits: Literal["auto", "off"] = described(
         "auto",
         "whether the gradient is written over the logits: auto = where nothing else reads them, which saves memory of "
         "their size; off = never. Only where the plugin computes log-probs (megatron-core)",
@@ -113,7 +98,6 @@ class Settings(Section):
         "log-probs from hidden states and the head's weight, a chunk of rows at a time: logits of [tokens, "
         "vocabulary] never exist, for a fourth product with the weight. Only where the plugin computes log-probs "
         "(megatron-core)",
-        verl="use_fused_kernels",
     )
 
     @model_validator(mode="after")
@@ -194,11 +178,6 @@ class Settings(Section):
         return not self.rejects_by_log_probs or not (self.use_rollout_log_probs or self.rejects_on_current_policy)
 
     @property
-    def needs_advantages(self) -> bool:
-        """True where the advantage decides on a weight or on what is rejected."""
-        return bool(self.advantage_readers)
-
-    @property
     def budgets(self) -> tuple[Criterion, ...]:
         """The criteria with a budget, whose bound hangs on the step before."""
         return tuple(criterion for criterion in self.criteria if criterion.budget)
@@ -210,9 +189,9 @@ class Settings(Section):
 
     @property
     def advantage_readers(self) -> tuple[str, ...]:
-        """What reads the advantage: criteria with a condition on it, and weights by its sign."""
+        """What needs the advantage for a weight or to reject: criteria with a condition on it, weights by its sign."""
         weights = "tis.mode gamma" if self.tis.mode == "gamma" else "bounds for A ≥ 0"
-        named = (f"criterion {criterion.name}" for criterion in self.rs.criteria if criterion.conditional)
+        named = (f"criterion {criterion.name}" for criterion in self.rs.criteria if criterion.condition != "any")
         return (*((weights,) if self.weighs_by_sign else ()), *named)
 
     @property
@@ -251,18 +230,14 @@ class Settings(Section):
         return [name for name, coefficient in terms.items() if coefficient]
 
     @property
-    def corrects(self) -> bool:
-        """True where rollout log-probs decide on weights or on what is rejected, and that is applied."""
-        return not self.dry_run and (self.weighted or self.rejects_by_log_probs)
-
-    @property
     def uses_rollout_values(self) -> bool:
         """True where rollout log-probs enter the loss: as anchor (algorithm 1), in a weight, in what is rejected, or in
         the penalty on the distance to the sampler.
 
         Else they are only measured: an invalid one stops nothing, is left out of the metrics, and counted.
         """
-        return self.algorithm == 1 or self.corrects or self.terms.rollout_kl_coef > 0
+        corrects = not self.dry_run and (self.weighted or self.rejects_by_log_probs)
+        return self.algorithm == 1 or corrects or self.terms.rollout_kl_coef > 0
 
     @property
     def excludes_invalid(self) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,11 +21,9 @@ from mismatch_plugin.core.rejection import (
     rejection_inputs,
     sequence_maxima,
     stale_tokens,
-    validate_versions,
 )
 from mismatch_plugin.core.segments import Column, segment_sums, spread
-from mismatch_plugin.core.tokens import Tokens, select_tokens
-from mismatch_plugin.core.validity import TRAIN_DEFECTS, invalid_error, stopping_kinds
+from mismatch_plugin.core.validity import TRAIN_DEFECTS, Tokens, invalid_error, select_tokens, stopping_kinds
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
@@ -87,10 +85,6 @@ class Correction:
         """[T] w · keep: what a token's loss is multiplied by."""
         return self.weights * self.keep
 
-    def divided_by(self, factor: Tensor | float | None) -> Correction:
-        """This correction, made with batch_factor 1, with the step's. None: as it is."""
-        return self if factor is None else replace(self, weights=self.weights / factor, factor=factor)
-
     def applied_to(self, loss_T: Tensor) -> Tensor:
         """w · keep · a loss of the host's own, [T]. Selected: inf or NaN where nothing trains must not become NaN."""
         return torch.where(self.keep > 0, loss_T * self.weights.to(loss_T.dtype), 0.0)
@@ -151,7 +145,7 @@ def compute_correction(
                 f"{' and '.join(config.unit.needs)}, which parallel.context.shard sets."
             )
     excludes_invalid = config.metrics != "off" and packed.rollout_log_probs is not None and config.excludes_invalid
-    tokens = select_tokens(train_T, packed, excludes_invalid)
+    tokens = select_tokens(train_T, packed.loss_mask, packed.rollout_log_probs, excludes_invalid)
     judged = rejection_inputs(config, packed, tokens, current_T, thresholds)
     stale_T = stale_tokens(config, packed)
     state = CorrectionState(config, packed, tokens, judged, train_T)
@@ -171,9 +165,12 @@ def compute_correction(
         columns = chain(columns, [Column("trained", packed.loss_mask), *fresh])
     names, partials = segment_sums(columns, packed.offsets)
     part_columns = list(state.part_columns(masked_T, rejected_T))
-    if part_columns and state.parts is not None:
+    if part_columns:
         part_names, part_sums = segment_sums(part_columns, state.parts.offsets)
-        partials, part_sums = _summed([partials, part_sums], groups)
+        if groups is not None:  # one SUM
+            both = groups.sum(torch.cat([partials.flatten(), part_sums.flatten()]))
+            sums, sums_of_parts = both.split([partials.numel(), part_sums.numel()])
+            partials, part_sums = sums.view_as(partials), sums_of_parts.view_as(part_sums)
         state.read(names, partials)
         state.read_parts(part_names, part_sums)
     else:
@@ -195,39 +192,28 @@ def compute_correction(
             state.read(names, sums if groups is None else groups.sum(sums))
 
     # Back to tokens.
-    mask = tokens.mask
     state.settle(rejected_T)
-    keep = state.keep_T
     if config.normalizes:
         state.factor = state.batch_factor() if batch_factor is None else batch_factor
     counts = groups is None or groups.counts_sequences
     statistics = collect_statistics(state, counts_sequences=counts)
+    weights, keep, tokens_N, kept_N = tokens.mask, tokens.mask, state.tokens_N, state.tokens_N
     if excludes_invalid:  # nothing is weighed or judged by its log-prob, and the loss runs over all that train
-        mask, tokens_N = packed.loss_mask.to(mask.dtype), state.sums_N["trained"]
+        weights = keep = packed.loss_mask.to(tokens.mask.dtype)
+        tokens_N = kept_N = state.sums_N["trained"]
         trained = torch.stack([tokens_N.sum(), (tokens_N > 0).sum().double()]) * float(counts)
         statistics = statistics.with_vector(("trained_tokens", "trained_sequences"), trained)
-        keep, kept_N = mask, tokens_N
         if stale_T is not None and not config.dry_run:
-            keep, kept_N = mask.masked_fill(stale_T, 0.0), state.sums_N["fresh"]
-        return Correction(mask, keep, statistics, tokens, tokens_N, kept_N, sums_N=state.sums_N)
-    if config.dry_run:
-        return Correction(mask, mask, statistics, tokens, state.tokens_N, state.tokens_N, sums_N=state.sums_N)
-    weights = mask
-    if state.weights_U is not None:
-        weights = state.weights_U.to(mask.dtype)
-        if not state.unit.one_ratio_per_token:
-            weights = mask * spread(weights, packed.sequence_index if state.parts is None else state.parts.index)
-    if state.factor is not None:
-        weights = weights / state.factor
-    return Correction(weights, keep, statistics, tokens, state.tokens_N, state.kept_N, state.factor, state.sums_N)
-
-
-def _summed(partials: Sequence[Tensor], groups: SequenceGroups | None) -> list[Tensor]:
-    """Tensors of any shapes, reduced by one SUM."""
-    if groups is None:
-        return list(partials)
-    sums = groups.sum(torch.cat([each.flatten() for each in partials])).split([each.numel() for each in partials])
-    return [sum_.view_as(each) for sum_, each in zip(sums, partials, strict=True)]
+            keep, kept_N = keep.masked_fill(stale_T, 0.0), state.sums_N["fresh"]
+    elif not config.dry_run:
+        keep, kept_N = state.keep_T, state.kept_N
+        if state.weights_U is not None:
+            weights = state.weights_U.to(keep.dtype)
+            weights = weights if state.unit.one_ratio_per_token else tokens.mask * spread(weights, state.parts.index)
+        if state.factor is not None:
+            weights = weights / state.factor
+    factor = None if excludes_invalid or config.dry_run else state.factor
+    return Correction(weights, keep, statistics, tokens, tokens_N, kept_N, factor, state.sums_N)
 
 
 @torch.no_grad()
@@ -243,7 +229,7 @@ def given_correction(
 
     Collectives: one SUM of [K, N] with groups.
     """
-    tokens = select_tokens(train_T, packed.replace(rollout_log_probs=None))
+    tokens = select_tokens(train_T, packed.loss_mask, None)
     columns = [Column("tokens", tokens.mask), *(further(tokens) if further is not None else ())]
     names, partials = segment_sums(columns, packed.offsets)
     sums = partials if groups is None else groups.sum(partials)
@@ -262,12 +248,17 @@ def validate_fields(packed: PackedSequences, config: MismatchConfig) -> None:
             f"rollout_log_probs is missing: algorithm {config.algorithm} with these settings needs the log-probs that "
             f"the rollout engine returned (SGLang: return_logprob)."
         )
-    if config.needs_advantages and packed.advantages is None:
+    if config.advantage_readers and packed.advantages is None:
         raise ValueError(
             f"advantages is missing: {', '.join(config.advantage_readers)} hangs on it: pass one advantage a token (or "
             f"a sequence, in from_lists), or leave that out."
         )
-    validate_versions(config, packed)
+    for name in ("weight_versions", "trainer_version") if config.rs.max_staleness is not None else ():
+        if getattr(packed, name) is None:
+            raise ValueError(
+                f"{name} is missing: rs.max_staleness needs the version of the weights that sampled each token and of "
+                f"those that train: pass both, or leave the limit out."
+            )
     # Under bypass the training side is π_θ, and π_old, against which the data were checked, enters nothing: it makes no
     # fill of a 0.0 either. The step finds those of π_θ.
     passed = (*TRAIN_DEFECTS, "zero_fill") if config.use_rollout_log_probs else ()

@@ -12,9 +12,8 @@ from torch import Tensor
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import RejectionInputs
 from mismatch_plugin.core.segments import Column, bounded_exp, spread
-from mismatch_plugin.core.tokens import Tokens
 from mismatch_plugin.core.units import LARGEST, acting_bounds, unit_log_ratio, unit_tokens
-from mismatch_plugin.core.validity import Locator, find_invalid
+from mismatch_plugin.core.validity import Locator, Tokens, find_invalid
 from mismatch_plugin.core.weights import batch_factor, bound_weight, gamma_weight
 
 if TYPE_CHECKING:
@@ -31,11 +30,11 @@ class CorrectionState:
     """The intermediate results of one `correct` call, filled in as it proceeds. [T] local tokens, [N] whole sequences,
     [U] units of the level, which are tokens, sequences or, with `parts`, parts of sequences.
 
-    judged: what criteria and veto judge. outside_T, outside_N: what a criterion rejects, by its name, and what `mode`
-        (mask), `staleness`, `veto` and `invalid` do. outside_U: `mode` where units are parts of sequences.
+    judged: what criteria and veto judge. outside_T, outside_N: what a criterion rejects, by its name, and what
+        `staleness`, `veto` and `invalid` do. outside_U: what `mode` (mask) does, in outside_T where units are tokens.
     weights_U: bounded, before batch normalisation; None without weights. factor: what that divides them by.
     values_N: what a sequence criterion compares, by name. token_extremes: maxima of a token criterion's statistic,
-        "-name" for minima. sums_U: sums of each part; those of the sequences without parts.
+        "-name" for minima. sums_U: sums of each part.
     """
 
     tokens_N: Tensor
@@ -74,7 +73,7 @@ class CorrectionState:
 
     def part_columns(self, masked_T: Tensor | None, rejected_T: Tensor | None) -> Iterator[Column]:
         """What is summed over the parts of sequences, too; nothing where there are none."""
-        if self.parts is None or not self.parts.splits:
+        if not self.parts.splits:
             return
         log_ratio = self.tokens.log_ratio
         # Chunks before a rank's own count as its running sum would count them.
@@ -157,32 +156,22 @@ class CorrectionState:
                 rejected = torch.where(self.positive_U, rejected_positive, rejected)
         self.weights_U = weights.mul_(self.tokens.mask) if unit.one_ratio_per_token else weights
         if rejected is not None:
-            self.units_outside["mode"] = rejected
-
-    @property
-    def units_outside(self) -> dict[str, Tensor]:
-        """Where what is said of units is noted."""
-        if self.unit.one_ratio_per_token:
-            return self.outside_T
-        return self.outside_N if self.parts is None else self.outside_U
+            (self.outside_T if unit.one_ratio_per_token else self.outside_U)["mode"] = rejected
 
     def settle(self, rejected_T: Tensor | None) -> None:
         """Which tokens stay, and how many of each sequence and unit, once everything is judged."""
-        rejected_N, mask = any_of(self.outside_N.values()), self.tokens.mask
+        rejected_U, mask = any_of(self.outside_N.values()), self.tokens.mask
         self.keep_T = mask if rejected_T is None else mask.masked_fill(rejected_T, 0.0)
-        sums, tokens, parts = self.sums_N, self.tokens_N, None if self.unit.one_ratio_per_token else self.parts
-        if parts is not None:
-            sums, tokens = self.sums_U, self.sums_U["tokens"]
-            of_parts = None if rejected_N is None else spread(rejected_N, parts.sequence)
-            rejected_N = any_of([of_parts, *self.outside_U.values()])
-        kept = tokens if rejected_T is None else tokens - sums["rejected"]
-        if rejected_N is not None:
-            kept = kept.masked_fill(rejected_N, 0.0)
-            index = self.packed.sequence_index if parts is None else parts.index
-            self.keep_T = self.keep_T.masked_fill(spread(rejected_N, index), 0.0)
-        self.kept_U = self.kept_N = kept
-        if sums is not self.sums_N and parts is not None:
-            self.kept_N = parts.to_sequences(kept.unsqueeze(0)).squeeze(0)
+        by_token = self.unit.one_ratio_per_token
+        parts, sums = (self.packed.whole, self.sums_N) if by_token else (self.parts, self.sums_U)
+        if rejected_U is not None and parts.splits:
+            rejected_U = spread(rejected_U, parts.sequence)
+        rejected_U = any_of([rejected_U, *self.outside_U.values()])
+        kept = sums["tokens"] if rejected_T is None else sums["tokens"] - sums["rejected"]
+        if rejected_U is not None:
+            kept = kept.masked_fill(rejected_U, 0.0)
+            self.keep_T = self.keep_T.masked_fill(spread(rejected_U, parts.index), 0.0)
+        self.kept_U, self.kept_N = kept, parts.to_sequences(kept.unsqueeze(0)).squeeze(0)
 
     def batch_factor(self) -> Tensor:
         """Mean weight of this batch (0-d, float64), the same on every rank of a context-parallel group."""
@@ -197,13 +186,13 @@ class CorrectionState:
                 units = units - self.means_N["outside_mode"]
             return {"weight_unit": self.means_N["weight_unit"], "units": units}
         assert self.weights_U is not None  # asked for with weights only
-        if "mode" in self.units_outside:
-            units = units.masked_fill_(self.units_outside["mode"], 0.0)
+        if "mode" in self.outside_U:
+            units = units.masked_fill_(self.outside_U["mode"], 0.0)
         return {"weight_unit": self.weights_U, "units": units}
 
     def of_sequences(self, rows_U: dict[str, Tensor]) -> dict[str, Tensor]:
         """Rows of units that are (parts of) sequences as means over the response tokens of each sequence."""
-        if self.parts is None or not rows_U:
+        if not self.parts.splits or not rows_U:
             return rows_U
         values = torch.stack([row.double() for row in rows_U.values()]).mul_(self.sums_U["tokens"])
         return dict(zip(rows_U, (self.parts.to_sequences(values) / self.divisor_N).unbind(0), strict=True))

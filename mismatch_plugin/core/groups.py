@@ -112,19 +112,15 @@ def _checked(rewards: Any, group_ids: Any, accepted: Any) -> tuple[Tensor, Tenso
         kept = torch.ones_like(values, dtype=torch.bool)
     else:
         kept = torch.as_tensor(accepted, device=values.device) > 0
-    return values, _index(group_ids, values.device), kept
-
-
-def _index(group_ids: Any, device: torch.device) -> Tensor:
-    """[N] a number in [0, N) for each id, the same for equal ones. No host sync for tensors."""
     if not isinstance(group_ids, Tensor):
         numbers: dict[Hashable, int] = {}
         ids = [i.item() if isinstance(i, Tensor) else i for i in group_ids]  # tensors are equal to themselves alone
-        return torch.tensor([numbers.setdefault(i, len(numbers)) for i in ids], dtype=torch.int64, device=device)
-    ordered, order = group_ids.to(device).sort(stable=True)
+        places = [numbers.setdefault(i, len(numbers)) for i in ids]
+        return values, torch.tensor(places, dtype=torch.int64, device=values.device), kept
+    ordered, order = group_ids.to(values.device).sort(stable=True)
     numbers_N = torch.zeros_like(order)
     numbers_N[1:] = (ordered[1:] != ordered[:-1]).cumsum(0)
-    return torch.empty_like(order).scatter_(0, order, numbers_N)
+    return values, torch.empty_like(order).scatter_(0, order, numbers_N), kept
 
 
 def _sums(values: Tensor, index: Tensor) -> Tensor:

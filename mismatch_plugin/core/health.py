@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from mismatch_plugin.core.metrics.registry import PREFIX
+from mismatch_plugin.core.validity import ROLLOUT_DEFECTS, TRAIN_DEFECTS
 from mismatch_plugin.limits import MIN_EFFECTIVE_SAMPLE_SIZE, MIN_MEAN_WEIGHT, UPPER_BOUNDS
 
 if TYPE_CHECKING:
@@ -22,22 +23,16 @@ MAX_VETO_FRACTION = 0.1
 MAX_STD = 1.0
 MAX_KL = 0.1
 MAX_CHI2 = 1.0
-MIN_UNITS = 30
-"""Ours: below this many sequences the moments of their products say nothing."""
-VANISHING_LOG_WEIGHT = -2.0
-"""Ours: E[Σ l] below this is a typical product weight below e^−2 = 0.14."""
-MIN_ACCEPTED = 0.5
-"""Ours: a filter that drops more than it keeps."""
-MAX_BYPASS_CLIPPED = 0.2
-"""Ours: PPO's clip is active for a few percent of tokens where there is no mismatch."""
+MIN_UNITS = 30  # ours: below this many sequences the moments of their products say nothing
+VANISHING_LOG_WEIGHT = -2.0  # ours: E[Σ l] below this is a typical product weight below e^−2 = 0.14
+MIN_ACCEPTED = 0.5  # ours: a filter that drops more than it keeps
+MAX_BYPASS_CLIPPED = 0.2  # ours: PPO's clip is active for a few percent of tokens where there is no mismatch
 MAX_CLIPPED = 0.3
 """Ours: updates of PPO reach a few percent; of unrelated policies half is clipped, on the side that its sign picks."""
-MIN_EPS = 0.1
-"""Ours: below this ε PPO's clip is no sign of a policy far away."""
+MIN_EPS = 0.1  # ours: below this ε PPO's clip is no sign of a policy far away
 MAX_INVALID_SHARE = 0.01
 """Ours: invalid rollout log-probs, as a share of the response tokens. Single ones happen, more is a fault."""
-MAX_NORMALIZED_WEIGHT = 10.0
-"""Ours: after batch normalisation a weight above this many times hi."""
+MAX_NORMALIZED_WEIGHT = 10.0  # ours: after batch normalisation a weight above this many times hi
 
 
 @dataclass(frozen=True)
@@ -64,7 +59,8 @@ _Judge = Callable[[Mapping[str, float], "MismatchConfig"], bool]
 @dataclass(frozen=True)
 class Rule:
     """A metric warns where it `is_wrong`, if the rule `applies` to this step and configuration (metrics are given
-    without their prefix). when: the threshold in words. only: to what the rule applies, in words."""
+    without their prefix). when: the threshold in words. only: to what the rule applies, in words. per: what the metric
+    is divided by before it is judged."""
 
     metric: str
     about: About
@@ -74,6 +70,7 @@ class Rule:
     advice: str
     applies: _Judge = lambda metrics, config: True
     only: str = ""
+    per: Callable[[MismatchConfig], float] = lambda config: 1.0
 
 
 def _enough_units(metrics: Mapping[str, float], config: MismatchConfig) -> bool:
@@ -118,7 +115,7 @@ _UNITS = f"from {MIN_UNITS} sequences on; not at token level"
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
-    Rule("kl", "data", lambda v: abs(v) > MAX_KL, f"beyond ±{MAX_KL:g}", "the two policies are far apart",
+    Rule("kl", "data", lambda v: MAX_KL < abs(v) < math.inf, f"beyond ±{MAX_KL:g}", "the two policies are far apart",
          f"{_SOURCES}; lower the staleness of the rollouts."),
     Rule("rollout_is_ratio_mean", "data", lambda v: not MEAN_RANGE[0] <= v <= MEAN_RANGE[1], _MEAN,
          "the mean ratio of the tokens is far from 1: a systematic shift, not noise", _FIND),
@@ -177,12 +174,14 @@ RULES: tuple[Rule, ...] = (
          "See what rejects it (rollout_rs_*, rollout_is_veto_fraction, invalid_*) and widen that bound; try it with "
          "--mismatch-dry-run first.",
          lambda metrics, config: not config.dry_run, "not in a dry run"),
+    Rule("rollout_is_weight_after_max", "correction", lambda v: v > MAX_NORMALIZED_WEIGHT,
+         f"above {MAX_NORMALIZED_WEIGHT:g} upper bounds", "batch normalisation produced an outlier weight",
+         "Nearly everything else was bounded to little: raise the lower bound.",
+         lambda metrics, config: config.tis.batch_normalize and config.tis.growth == 0,
+         "batch normalisation, bounds that do not grow", lambda config: max(config.tis.upper, config.tis.positive[1])),
+    *(Rule(metric, "fault", lambda v: not math.isfinite(v), "NaN or infinite", "it is not finite",
+           "Look for NaN in the training side's log-probs and advantages.") for metric in ("kl", "pg_loss")),
 )
-_BLOWN = Rule("rollout_is_weight_after_max", "correction",
-    lambda v: v > MAX_NORMALIZED_WEIGHT,  # in upper bounds
-    f"above {MAX_NORMALIZED_WEIGHT:g} upper bounds", "batch normalisation produced an outlier weight",
-    "Nearly everything else was bounded to little: raise the lower bound.",
-    only="batch normalisation, bounds that do not grow")
 _UPPER = Rule("tis.upper_bound", "correction", lambda v: not UPPER_BOUNDS[0] <= v <= UPPER_BOUNDS[1],
     f"below {UPPER_BOUNDS[0]:g} or above {UPPER_BOUNDS[1]:g}",
     "no weight reaches 1, or one weight can outweigh 100 others", "2 is usual.", only="weights")
@@ -193,14 +192,9 @@ _INVALID = Rule("invalid_{kind}", "fault",
 _INVALID_TRAIN = Rule("invalid_train_{kind}", "fault", _INVALID.is_wrong, _INVALID.when,
     "training log-probs are invalid",
     "Look at what the trainer computes: NaN, −inf, or a flipped sign; packed.invalid names sample and position.")
-_NOT_FINITE = Rule("kl, pg_loss", "fault", lambda v: not math.isfinite(v), "NaN or infinite", "it is not finite",
-    "Look for NaN in the training side's log-probs and advantages.")
 # fmt: on
-
-
-def all_rules() -> tuple[Rule, ...]:
-    """Every rule, for the documentation's table."""
-    return (*RULES, _BLOWN, _UPPER, _INVALID, _INVALID_TRAIN, _NOT_FINITE)
+ALL_RULES = (*RULES, _UPPER, _INVALID, _INVALID_TRAIN)
+"""Also those that are not of one metric."""
 
 
 def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[HealthWarning]:
@@ -212,29 +206,19 @@ def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[H
     values = {name.removeprefix(PREFIX): value for name, value in metrics.items() if name.startswith(PREFIX)}
     if values.get("tokens") == 0:
         values = {"tokens": 0.0}  # figures of nothing say nothing
-    found = [
-        _warning(rule, rule.metric, values[rule.metric], config.dry_run)
-        for rule in RULES
-        if rule.metric in values and rule.applies(values, config) and rule.is_wrong(values[rule.metric])
-    ]
-    largest, bounded = values.get(_BLOWN.metric), config.tis.batch_normalize and config.tis.growth == 0
-    if largest is not None and bounded and _BLOWN.is_wrong(largest / max(config.tis.upper, config.tis.positive[1])):
-        found.append(_warning(_BLOWN, _BLOWN.metric, largest))
+    found = []
+    for rule in RULES:
+        value = values.get(rule.metric)
+        if value is not None and rule.applies(values, config) and rule.is_wrong(value / rule.per(config)):
+            would = "without dry-run: " if config.dry_run and rule.about == "correction" else ""
+            found.append(HealthWarning(PREFIX + rule.metric, value, would + rule.meaning, rule.advice, rule.about))
     if config.weighted and (fault := config.tis.upper_bound_fault):
         found.append(HealthWarning(_UPPER.metric, config.tis.upper_bound, fault, _UPPER.advice, _UPPER.about))
-    tokens = values.get("tokens")
-    counts = {name: count for name, count in values.items() if name.startswith("invalid_") and count}
-    for rule in (_INVALID, _INVALID_TRAIN):
-        side = {name: n for name, n in counts.items() if name.startswith("invalid_train_") is (rule is _INVALID_TRAIN)}
-        if tokens and side and rule.is_wrong(sum(side.values()) / tokens):
-            worst = max(side, key=lambda name: side[name])
-            meaning = f"{sum(side.values()):g} of {tokens:g} {rule.meaning}"
-            found.append(HealthWarning(PREFIX + worst, side[worst], meaning, rule.advice, "fault"))
-    broken = [name for name in _NOT_FINITE.metric.split(", ") if _NOT_FINITE.is_wrong(values.get(name, 0.0))]
-    found = [warning for warning in found if warning.metric.removeprefix(PREFIX) not in broken]  # one finding a metric
-    return found + [_warning(_NOT_FINITE, name, values[name]) for name in broken]
-
-
-def _warning(rule: Rule, metric: str, value: float, dry_run: bool = False) -> HealthWarning:
-    would = "without dry-run: " if dry_run and rule.about == "correction" else ""
-    return HealthWarning(PREFIX + metric, value, would + rule.meaning, rule.advice, rule.about)
+    tokens = values["tokens"] if values.get("tokens") else math.inf
+    for rule, kinds in ((_INVALID, ROLLOUT_DEFECTS), (_INVALID_TRAIN, TRAIN_DEFECTS)):
+        counts = {kind: values.get(f"invalid_{kind}", 0.0) for kind in kinds}
+        if rule.is_wrong(sum(counts.values()) / tokens):
+            worst = max(counts, key=lambda kind: counts[kind])
+            meaning = f"{sum(counts.values()):g} of {tokens:g} {rule.meaning}"
+            found.append(HealthWarning(f"{PREFIX}invalid_{worst}", counts[worst], meaning, rule.advice, rule.about))
+    return found

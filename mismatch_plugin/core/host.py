@@ -10,9 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-_TILE = 2**16
-"""Tokens whose float64 values (512 KiB) stay in a core's cache between being widened, summed, squared and summed."""
-
 ENABLED = True
 """False sends CPU tensors the way of a device's, for tests that compare the two."""
 
@@ -29,29 +26,17 @@ class SequenceSums:
 
     def __init__(self, offsets: Tensor) -> None:
         begins, ends = offsets[:-1].numpy(), offsets[1:].numpy()
-        filled = np.flatnonzero(ends > begins)  # reduceat takes no empty ones
-        self.count, self.tiles = len(begins), []
-        while len(filled):
-            start = begins[filled[0]]
-            here = filled[: max(1, int(np.searchsorted(ends[filled], start + _TILE, "right")))]
-            self.tiles.append((slice(int(start), int(ends[here[-1]])), here, begins[here] - start))
-            filled = filled[len(here) :]
-        self.buffer = np.empty(max((tile.stop - tile.start for tile, _, _ in self.tiles), default=0))
+        self.count, self.filled = len(begins), np.flatnonzero(ends > begins)  # reduceat takes no empty ones
+        self.begins, self.wide = begins[self.filled], np.empty(offsets[-1])
 
-    def add(self, values_T: Tensor, squares: bool) -> tuple[Tensor, Tensor | None]:
-        """([N] Σ, [N] Σ of the squares where asked)."""
-        values = (values_T.float() if values_T.dtype == torch.bfloat16 else values_T).detach().numpy()
-        sums, squared = np.zeros(self.count), np.zeros(self.count) if squares else None
-        for tile, sequences, begins in self.tiles:
-            part = values[tile]
-            if part.dtype == np.bool_:
-                sums[sequences] = np.add.reduceat(part.view(np.uint8), begins, dtype=np.int32)
-                if squared is not None:
-                    squared[sequences] = sums[sequences]
-                continue
-            wide = self.buffer[: len(part)]
-            np.copyto(wide, part)
-            sums[sequences] = np.add.reduceat(wide, begins)
-            if squared is not None:
-                squared[sequences] = np.add.reduceat(np.square(wide, out=wide), begins)
-        return torch.from_numpy(sums), None if squared is None else torch.from_numpy(squared)
+    def add(self, values_T: Tensor, squares: bool) -> list[Tensor]:
+        """[N] Σ, and [N] Σ of the squares where asked."""
+        values = values_T.float() if values_T.dtype == torch.bfloat16 else values_T
+        wide = self.wide
+        np.copyto(wide, values.detach().numpy())
+        sums = np.zeros((1 + squares, self.count))
+        if len(self.filled):
+            sums[0, self.filled] = np.add.reduceat(wide, self.begins)
+            if squares:
+                sums[1, self.filled] = np.add.reduceat(np.square(wide, out=wide), self.begins)
+        return list(torch.from_numpy(sums))

@@ -21,8 +21,7 @@ from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.objectives import OBJECTIVES, ObjectiveInputs, kl_from_rollout, kl_to_reference
 from mismatch_plugin.core.packed import HALF, PackedSequences
 from mismatch_plugin.core.segments import Column, spread
-from mismatch_plugin.core.tokens import Tokens
-from mismatch_plugin.core.validity import SOUND, train_is_valid
+from mismatch_plugin.core.validity import SOUND, Tokens, train_is_valid
 from mismatch_plugin.limits import SAFETY_BOUND
 
 if TYPE_CHECKING:
@@ -151,27 +150,28 @@ def token_loss(
             selected = selected.logical_and(train_is_valid(tokens.code))
         # Under bypass the selected rollout log-probs are π_θ itself where a value is invalid: ratio 1.
         anchor = tokens.rollout if config.use_rollout_log_probs else old
-        return ObjectiveInputs(selected, torch.where(selected, log_probs, 0.0), anchor, advantages)
+        return ObjectiveInputs(selected, torch.where(selected, log_probs, 0.0), anchor, advantages, config.ppo)
 
     def further(tokens: Tokens) -> Iterator[Column]:
         if objective.averages:
             inputs = entering(tokens)
-            yield Column("objective", objective.averaged(inputs, config.ppo))
+            yield Column("objective", objective.averaged(inputs))
             yield Column("objective_tokens", inputs.selected)
 
-    if correction is not None:
-        correction = correction.divided_by(batch_factor)
-    elif weights is None:
-        correction = compute_correction(train, packed, config, groups, batch_factor, current, thresholds, further)
-    else:
+    if correction is not None and batch_factor is not None:
+        correction = replace(correction, weights=correction.weights / batch_factor, factor=batch_factor)
+    elif correction is None and weights is not None:
         correction = given_correction(weights, train, packed, config, groups, further)
-    inputs, mean_T = entering(correction.tokens), None
-    selected = inputs.selected
+    elif correction is None:
+        correction = compute_correction(train, packed, config, groups, batch_factor, current, thresholds, further)
+    inputs = entering(correction.tokens)
+    selected, advantages_T = inputs.selected, torch.where(inputs.selected, advantages, 0.0)
     if objective.averages:
         mean_N = correction.sums_N["objective"] / correction.sums_N["objective_tokens"].clamp(min=1)
         mean_T = torch.where(selected, spread(mean_N.to(log_probs.dtype), packed.sequence_index), 0.0)
-    advantages_T, log_r = torch.where(selected, advantages, 0.0), objective.log_ratio(inputs, mean_T)
-    losses = objective.loss(inputs.log_probs, log_r, mean_T, advantages_T, config.ppo)
+        inputs = inputs._replace(mean=mean_T)
+    log_r = objective.log_ratio(inputs)
+    losses = objective.loss(inputs._replace(advantages=advantages_T), log_r)
     policy = losses * correction.applied.to(losses.dtype)
     return TokenLoss(policy, selected, inputs.log_probs, advantages_T, log_r, correction, packed, config)
 

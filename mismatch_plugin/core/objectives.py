@@ -27,12 +27,15 @@ LOW_VARIANCE_BOUND = 10.0
 class ObjectiveInputs(NamedTuple):
     """What an objective sees, [T]. selected: bool, the tokens that enter. log_probs: log π_θ, 0 elsewhere, with
     gradient. anchor, detached: log π_old, or in algorithm 1 log π_rollout (where that is invalid log π_θ: ratio 1).
-    advantages, detached: anything where nothing enters."""
+    advantages, detached: anything where nothing enters. mean: of `Objective.averaged` over the sequence's tokens that
+    enter, 0 elsewhere; None where the objective needs none."""
 
     selected: Tensor
     log_probs: Tensor
     anchor: Tensor
     advantages: Tensor
+    clip: PPOClip
+    mean: Tensor | None = None
 
     def log_ratio(self) -> Tensor:
         """log π_θ − log π_anchor, unclamped, 0 where nothing enters, with gradient."""
@@ -44,25 +47,22 @@ class Objective:
 
     Everything is [T]; the gradient passes through log_probs only; no host sync. Masking is the caller's.
     averages: whether it needs the mean of `averaged` over the sequence's tokens that enter, whatever rejection leaves
-        of them and whatever rank has them; its sum travels in the correction's SUM. mean_T is that mean, 0 where
-        nothing enters; None where it needs none.
+        of them and whatever rank has them; its sum travels in the correction's SUM.
     """
 
     averages: ClassVar[bool] = False
 
-    def averaged(self, inputs: ObjectiveInputs, clip: PPOClip) -> Tensor:
+    def averaged(self, inputs: ObjectiveInputs) -> Tensor:
         """What is averaged; 0 where nothing enters."""
         raise NotImplementedError
 
-    def log_ratio(self, inputs: ObjectiveInputs, mean_T: Tensor | None) -> Tensor | None:
+    def log_ratio(self, inputs: ObjectiveInputs) -> Tensor | None:
         """log r, unclamped, with gradient; None without a ratio."""
         return None
 
-    def loss(
-        self, log_probs: Tensor, log_r: Tensor | None, mean_T: Tensor | None, advantages: Tensor, clip: PPOClip
-    ) -> Tensor:
-        """The loss of every token, before weight and rejection."""
-        return -advantages * log_probs
+    def loss(self, inputs: ObjectiveInputs, log_r: Tensor | None) -> Tensor:
+        """The loss of every token, before weight and rejection. log_r: `log_ratio`."""
+        return -inputs.advantages * inputs.log_probs
 
     def clipped(self, r: Tensor, advantages: Tensor, clip: PPOClip) -> Iterator[tuple[str, Tensor]]:
         """(name, bool) where the clip is active, by side, and the dual clip. r: within e^±20, detached."""
@@ -75,14 +75,12 @@ class PPO(Objective):
     With a dual-clip constant c, where A < 0 the loss is at most −c A. No gradient where the clamp or a clip is active.
     """
 
-    def log_ratio(self, inputs: ObjectiveInputs, mean_T: Tensor | None) -> Tensor | None:
+    def log_ratio(self, inputs: ObjectiveInputs) -> Tensor | None:
         return inputs.log_ratio()
 
-    def loss(
-        self, log_probs: Tensor, log_r: Tensor | None, mean_T: Tensor | None, advantages: Tensor, clip: PPOClip
-    ) -> Tensor:
+    def loss(self, inputs: ObjectiveInputs, log_r: Tensor | None) -> Tensor:
         assert log_r is not None
-        r = log_r.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
+        advantages, clip, r = inputs.advantages, inputs.clip, log_r.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
         clipped = r.clamp(1.0 - clip.eps_clip_low, 1.0 + clip.eps_clip_high)
         loss = torch.maximum(-advantages * r, -advantages * clipped)
         if clip.dual_clip is not None:
@@ -105,23 +103,21 @@ class GSPO(PPO):
 
     averages = True
 
-    def averaged(self, inputs: ObjectiveInputs, clip: PPOClip) -> Tensor:
+    def averaged(self, inputs: ObjectiveInputs) -> Tensor:
         return inputs.log_ratio()
 
-    def log_ratio(self, inputs: ObjectiveInputs, mean_T: Tensor | None) -> Tensor | None:
-        assert mean_T is not None
-        return mean_T + (inputs.log_probs - inputs.log_probs.detach())
+    def log_ratio(self, inputs: ObjectiveInputs) -> Tensor | None:
+        assert inputs.mean is not None
+        return inputs.mean + (inputs.log_probs - inputs.log_probs.detach())
 
 
 class CISPO(PPO):
     """−sg(clip(r, 1 − ε_low, 1 + ε_high)) A log π_θ, r as in PPO: what is clipped keeps its gradient."""
 
-    def loss(
-        self, log_probs: Tensor, log_r: Tensor | None, mean_T: Tensor | None, advantages: Tensor, clip: PPOClip
-    ) -> Tensor:
+    def loss(self, inputs: ObjectiveInputs, log_r: Tensor | None) -> Tensor:
         assert log_r is not None
-        r = bounded_exp(log_r.detach()).clamp_(1.0 - clip.eps_clip_low, 1.0 + clip.eps_clip_high)
-        return -(r * advantages) * log_probs
+        r = bounded_exp(log_r.detach()).clamp_(1.0 - inputs.clip.eps_clip_low, 1.0 + inputs.clip.eps_clip_high)
+        return -(r * inputs.advantages) * inputs.log_probs
 
     def clipped(self, r: Tensor, advantages: Tensor, clip: PPOClip) -> Iterator[tuple[str, Tensor]]:
         yield "clip_high", r > 1.0 + clip.eps_clip_high
@@ -134,11 +130,9 @@ class SAPO(PPO):
     τ is `tau_positive` where A > 0, else `tau_negative`: the larger, the sooner a far ratio loses its gradient.
     """
 
-    def loss(
-        self, log_probs: Tensor, log_r: Tensor | None, mean_T: Tensor | None, advantages: Tensor, clip: PPOClip
-    ) -> Tensor:
+    def loss(self, inputs: ObjectiveInputs, log_r: Tensor | None) -> Tensor:
         assert log_r is not None
-        r = log_r.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
+        advantages, clip, r = inputs.advantages, inputs.clip, log_r.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
         gates = [(4.0 / tau) * torch.sigmoid(tau * (r - 1.0)) for tau in (clip.tau_positive, clip.tau_negative)]
         return -advantages * torch.where(advantages > 0, *gates)
 
@@ -158,18 +152,17 @@ class GMPO(PPO):
     averages = True
 
     @staticmethod
-    def _clip(log_r: Tensor, advantages: Tensor, clip: PPOClip) -> Tensor:
-        return torch.where(advantages > 0, log_r.clamp(max=clip.eps_clip_high), log_r.clamp(min=-clip.eps_clip_low))
+    def _clip(log_r: Tensor, inputs: ObjectiveInputs) -> Tensor:
+        high, low = log_r.clamp(max=inputs.clip.eps_clip_high), log_r.clamp(min=-inputs.clip.eps_clip_low)
+        return torch.where(inputs.advantages > 0, high, low)
 
-    def averaged(self, inputs: ObjectiveInputs, clip: PPOClip) -> Tensor:
-        return self._clip(inputs.log_ratio(), inputs.advantages, clip)
+    def averaged(self, inputs: ObjectiveInputs) -> Tensor:
+        return self._clip(inputs.log_ratio(), inputs)
 
-    def loss(
-        self, log_probs: Tensor, log_r: Tensor | None, mean_T: Tensor | None, advantages: Tensor, clip: PPOClip
-    ) -> Tensor:
-        assert log_r is not None and mean_T is not None
-        own = self._clip(log_r, advantages, clip)
-        return -advantages * (mean_T + (own - own.detach())).clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
+    def loss(self, inputs: ObjectiveInputs, log_r: Tensor | None) -> Tensor:
+        assert log_r is not None and inputs.mean is not None
+        own = self._clip(log_r, inputs)
+        return -inputs.advantages * (inputs.mean + (own - own.detach())).clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
 
     def clipped(self, r: Tensor, advantages: Tensor, clip: PPOClip) -> Iterator[tuple[str, Tensor]]:
         log_r = r.log()

@@ -102,12 +102,6 @@ class PackedSequences:
             value = getattr(self, name)
             if value is not None and len(value) != len(self.lengths):
                 raise ValueError(f"{name} has {len(value)} entries for {len(self.lengths)} sequences.")
-        chunks = self.chunk_lengths
-        if chunks and (tuple(map(sum, chunks)) != self.lengths or len({*map(len, chunks)}) > 1):
-            raise ValueError(
-                f"chunk_lengths {list(chunks)[:4]} must have as many chunks for every sequence, and add up to its "
-                f"tokens on this rank, {list(self.lengths)[:4]}."
-            )
 
     def __repr__(self) -> str:
         held = ", ".join(name for name in _TOKEN_FIELDS if getattr(self, name) is not None)
@@ -159,9 +153,14 @@ class PackedSequences:
         whole = tuple((length,) for length in self.lengths)
         return chunk_parts(whole if self.chunk_lengths is None else self.chunk_lengths, self.loss_mask.device)
 
-    def parts(self, unit: Unit) -> SequenceParts | None:
-        """Over which log-ratios and tokens are summed for a unit, too; None where the sequences' sums do."""
-        return self.units if unit.cut == "ids" else self.chunks if unit.aggregate == "running" else None
+    @property
+    def whole(self) -> SequenceParts:
+        """Every sequence as one part."""
+        return SequenceParts(self.offsets, self.sequence_index, self.offsets, self.sequence_index, width=1)
+
+    def parts(self, unit: Unit) -> SequenceParts:
+        """Over which log-ratios and tokens are summed for a unit."""
+        return self.units if unit.cut == "ids" else self.chunks if unit.aggregate == "running" else self.whole
 
     def replace(self, **changes: Any) -> PackedSequences:
         """A copy with some fields changed; offsets made once stay, so that this costs no copy to the device.

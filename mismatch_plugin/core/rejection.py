@@ -18,7 +18,7 @@ from torch.nn.functional import binary_cross_entropy
 
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.segments import Column, histogram, segment_max
-from mismatch_plugin.core.tokens import Tokens, select_again
+from mismatch_plugin.core.validity import Tokens, select_again
 from mismatch_plugin.core.weights import outside_bounds
 from mismatch_plugin.limits import SAFETY_BOUND
 
@@ -51,9 +51,7 @@ def token_statistic(statistic: str, log_ratio_T: Tensor, train_T: Tensor, rollou
         return train_T.exp().sub_(rollout_T.exp()).abs_()
     if statistic == "binary_kl":
         return binary_kl(rollout_T, train_T)
-    if statistic == "binary_kl_reverse":
-        return binary_kl(train_T, rollout_T)
-    raise ValueError(f"statistic {statistic!r} is unknown.")
+    return binary_kl(train_T, rollout_T)
 
 
 def k3(log_ratio: Tensor) -> Tensor:
@@ -132,17 +130,17 @@ def rejection_inputs(
     Where π_θ or a selected value is invalid l is 0, as everywhere. Raises ValueError where π_θ is missing.
     """
     advantages = None
-    if config.needs_advantages:
+    if config.advantage_readers:
         assert packed.advantages is not None  # validate_fields
         advantages = packed.advantages.masked_fill(tokens.padding, 0.0)
-    if not config.rejects_on_current_policy:
-        return RejectionInputs(tokens, advantages, False, thresholds or {})
-    if current_T is None:
+    separate = config.rejects_on_current_policy
+    if separate and current_T is None:
         raise ValueError(
             "log_probs is missing: under rs.policy current criteria and veto judge log π_θ: pass it to correct, or "
             "choose rs.policy auto, which judges old_log_probs."
         )
-    return RejectionInputs(select_again(tokens, current_T), advantages, True, thresholds or {})
+    judged = select_again(tokens, current_T) if separate and current_T is not None else tokens
+    return RejectionInputs(judged, advantages, separate, thresholds or {})
 
 
 def stale_tokens(config: MismatchConfig, packed: PackedSequences) -> Tensor | None:
@@ -152,24 +150,13 @@ def stale_tokens(config: MismatchConfig, packed: PackedSequences) -> Tensor | No
     """
     if config.rs.max_staleness is None:
         return None
-    validate_versions(config, packed)
-    assert packed.weight_versions is not None and packed.trainer_version is not None
+    assert packed.weight_versions is not None and packed.trainer_version is not None  # validate_fields
     return packed.weight_versions < packed.trainer_version - config.rs.max_staleness
-
-
-def validate_versions(config: MismatchConfig, packed: PackedSequences) -> None:
-    """Raise ValueError where `rs.max_staleness` lacks one of the two versions that it compares."""
-    for name in ("weight_versions", "trainer_version") if config.rs.max_staleness is not None else ():
-        if getattr(packed, name) is None:
-            raise ValueError(
-                f"{name} is missing: rs.max_staleness needs the version of the weights that sampled each token and of "
-                f"those that train: pass both, or leave the limit out."
-            )
 
 
 def reject_tokens(config: MismatchConfig, judged: RejectionInputs, stale_T: Tensor | None) -> dict[str, Tensor]:
     """For each token-level criterion, by name, and for `staleness`: [T] bool, True where a response token goes."""
-    outside = {criterion.name: judged.outside(criterion) for criterion in config.criteria if criterion.judges_tokens}
+    outside = {criterion.name: judged.outside(criterion) for criterion in config.criteria if criterion.unit.per_token}
     if stale_T is not None:
         outside["staleness"] = stale_T.masked_fill(judged.tokens.padding, False)
     return outside
@@ -183,12 +170,12 @@ def rejection_columns(config: MismatchConfig, judged: RejectionInputs, has_k3: b
     """
     tokens = judged.tokens
     there = {"log_ratio", "k3"} if has_k3 else {"log_ratio"}
-    of_sequences = [criterion for criterion in config.criteria if not criterion.judges_tokens]
+    of_sequences = [criterion for criterion in config.criteria if not criterion.unit.per_token]
     for name, criterion in {judged.column(c): c for c in of_sequences if c.unit.aggregate != "max"}.items():
         if name not in there:
             yield Column(name, judged.values(criterion))
     by_sign = config.weighs_by_sign and not config.unit.one_ratio_per_token
-    if judged.advantages is not None and (by_sign or any(c.conditional for c in of_sequences)):
+    if judged.advantages is not None and (by_sign or any(c.condition != "any" for c in of_sequences)):
         yield Column("advantage", judged.advantages)
     if config.rs.veto_threshold is not None:
         yield Column("catastrophic", tokens.log_ratio < math.log(config.rs.veto_threshold))
@@ -223,7 +210,7 @@ def reject_sequences(
     """
     outside, values = {}, {}
     for criterion in config.criteria:
-        if criterion.judges_tokens:
+        if criterion.unit.per_token:
             continue
         if criterion.unit.aggregate == "max":
             value = maxima_N[criterion.name]

@@ -53,11 +53,10 @@ def segment_sums(columns: Iterable[Column], offsets: Tensor) -> tuple[list[str],
     on_cpu = SequenceSums(offsets) if on_host(offsets) else None
     for column in columns:
         name, values, squares = column
-        names += [name] if squares is None else [name, squares]
+        own = [name] if squares is None else [name, squares]
+        names += own
         if on_cpu is not None and on_host(values):
-            sums[name], squared = on_cpu.add(values, squares is not None)
-            if squares is not None and squared is not None:
-                sums[squares] = squared
+            sums |= zip(own, on_cpu.add(values, squares is not None), strict=True)
             continue
         waiting.append(column)
         # A compiled call keeps them together: what hangs on T would be compiled anew for every T.

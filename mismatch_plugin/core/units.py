@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 LARGEST = 1e4
 """Of one token in a running sum, on every rank: what is beyond leaves other sequences their digits."""
-_MAX_CENTERED = 100.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +45,8 @@ class SequenceParts:
 
     def to_sequences(self, values_KC: Tensor) -> Tensor:
         """Σ over the parts of each sequence: [K, C] float64 → [K, N]."""
+        if not self.splits:
+            return values_KC
         return torch.segment_reduce(values_KC.T.contiguous(), "sum", offsets=self.first, unsafe=True).T
 
     def running(self, values_T: Tensor, sums_C: Tensor, whole: bool = False) -> Tensor:
@@ -110,28 +111,26 @@ def number_runs(
     return ids, tuple(max(count, 1) for count in turns.diff().tolist())
 
 
-def unit_log_ratio(unit: Unit, log_ratio_T: Tensor, sums: Mapping[str, Tensor], parts: SequenceParts | None) -> Tensor:
+def unit_log_ratio(unit: Unit, log_ratio_T: Tensor, sums: Mapping[str, Tensor], parts: SequenceParts) -> Tensor:
     """The log-ratio of every unit, [U], unclamped; 0 without response tokens.
 
     token: l_t · sum: Σ m l · mean: Σ m l / Σ m · running: Σ_{k≤t} m_k l_k, float64
-    log_ratio_T: l, 0 at padding. sums: Σ m l (`log_ratio`) and Σ m (`tokens`) of each whole part, or of each sequence
-    without parts (`PackedSequences.parts`), reduced; not looked at where the unit is a token.
+    log_ratio_T: l, 0 at padding. sums: Σ m l (`log_ratio`) and Σ m (`tokens`) of each whole part, reduced; not looked
+    at where the unit is a token.
     """
     if unit.per_token:
         return log_ratio_T
     if unit.aggregate == "running":
-        assert parts is not None
         return parts.running(log_ratio_T, sums["log_ratio"])
     return sums["log_ratio"] / sums["tokens"].clamp(min=1) if unit.aggregate == "mean" else sums["log_ratio"]
 
 
-def unit_tokens(unit: Unit, mask_T: Tensor, sums: Mapping[str, Tensor], parts: SequenceParts | None) -> Tensor:
+def unit_tokens(unit: Unit, mask_T: Tensor, sums: Mapping[str, Tensor], parts: SequenceParts) -> Tensor:
     """Response tokens that a unit's log-ratio is the sum of, [U]."""
     if unit.per_token:
         return mask_T
-    if unit.aggregate != "running" or parts is None:
-        return sums["tokens"]
-    return parts.running(mask_T, sums["tokens"], whole=True)
+    running = unit.aggregate == "running"
+    return parts.running(mask_T, sums["tokens"], whole=True) if running else sums["tokens"]
 
 
 class ActingBounds(NamedTuple):
@@ -168,14 +167,8 @@ def acting_bounds(config: MismatchConfig) -> ActingBounds | None:
     if config.weighted and not config.weighs_by_sign:
         return own
     for criterion in () if config.rejects_on_current_policy else config.criteria:
-        if criterion.in_log_space and not criterion.conditional and criterion.unit.aggregate != "max":
+        if criterion.in_log_space and criterion.condition == "any" and criterion.unit.aggregate != "max":
             upper = math.inf if criterion.upper_bound is None else criterion.upper_bound
             return ActingBounds(criterion.unit, criterion.lower_bound or 0.0, upper)
     given = not config.weighted and tis.model_fields_set & {"upper_bound", "lower_bound"}
     return own if given else None
-
-
-def center(config: MismatchConfig) -> float:
-    """What is subtracted from ratios clamped to [1/hi, hi] before they are summed: 1, which keeps the digits of their
-    deviation where the engines nearly agree. 0 for hi above 100, where 1 + (c − 1) would lose those of a small c."""
-    return 1.0 if config.tis.upper <= _MAX_CENTERED else 0.0

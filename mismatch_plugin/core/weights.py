@@ -67,11 +67,9 @@ def bound_weight(
         return bounded(None), None
     if mode == "clip":
         return bounded(lower), None
-    if mode == "mask":
-        outside = outside_bounds(log_ratio, log_lower, log_upper, padding if scale is None else None)
-        # The clamp only trims rounding at the bounds themselves: what is outside becomes 0.
-        return bounded(lower).masked_fill_(outside, 0.0), outside
-    raise ValueError(f"mode {mode!r} is unknown: choose truncate, clip or mask.")
+    outside = outside_bounds(log_ratio, log_lower, log_upper, padding if scale is None else None)
+    # The clamp only trims rounding at the bounds themselves: what is outside becomes 0.
+    return bounded(lower).masked_fill_(outside, 0.0), outside
 
 
 def gamma_weight(log_ratio_U: Tensor, ratio_U: Tensor, positive_U: Tensor) -> Tensor:

@@ -22,8 +22,8 @@ from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import k3
 from mismatch_plugin.core.segments import bounded_exp, segment_max, segment_sum, spread
-from mismatch_plugin.core.tokens import select_tokens
 from mismatch_plugin.core.units import acting_bounds, unit_log_ratio, unit_tokens
+from mismatch_plugin.core.validity import select_tokens
 from mismatch_plugin.data.arrays import Floats
 from mismatch_plugin.diagnose.flags import config_of, preset_of
 from mismatch_plugin.diagnose.measure import Groups
@@ -77,15 +77,14 @@ def levels_of(packed: PackedSequences) -> tuple[str, ...]:
 def units_in(level: str, packed: PackedSequences) -> LevelUnits:
     """π_train is `packed.old_log_probs`. Units without response tokens have log-ratio 0."""
     assert packed.old_log_probs is not None
-    unit, log_ratio = UNITS[level], select_tokens(packed.old_log_probs.detach(), packed).log_ratio.double()
+    tokens = select_tokens(packed.old_log_probs.detach(), packed.loss_mask, packed.rollout_log_probs)
+    unit, log_ratio = UNITS[level], tokens.log_ratio.double()
     parts, mask = packed.parts(unit), packed.loss_mask.double()
-    offsets = packed.offsets if parts is None else parts.offsets
-    sums = {"log_ratio": segment_sum(log_ratio, offsets), "tokens": segment_sum(mask, offsets)}
+    sums = {"log_ratio": segment_sum(log_ratio, parts.offsets), "tokens": segment_sum(mask, parts.offsets)}
     counts, aggregated = unit_tokens(unit, mask, sums, parts), unit_log_ratio(unit, log_ratio, sums, parts)
     if unit.one_ratio_per_token:
         return LevelUnits(unit, aggregated, counts, mask, None)
-    index = packed.sequence_index if parts is None else parts.index
-    return LevelUnits(unit, aggregated, counts, sums["tokens"], index)
+    return LevelUnits(unit, aggregated, counts, sums["tokens"], parts.index)
 
 
 # Bounds from the data, in place of constants -------------------------------------------------------------------------
@@ -105,7 +104,8 @@ def bounds_for(packed: PackedSequences) -> dict[str, tuple[float, float]]:
     for level in levels_of(packed):
         of = units_in(level, packed)
         found[level] = _two_sided(of.log_ratio_U[of.tokens_U > 0].numpy())
-    log_ratio = select_tokens(packed.old_log_probs.detach(), packed).log_ratio.double()
+    tokens = select_tokens(packed.old_log_probs.detach(), packed.loss_mask, packed.rollout_log_probs)
+    log_ratio = tokens.log_ratio.double()
     counts_N = segment_sum(packed.loss_mask, packed.offsets)
     means_N = segment_sum(k3(log_ratio), packed.offsets) / counts_N.clamp(min=1)
     maxima_N = segment_max(log_ratio.square() / 2, packed.offsets)
@@ -211,7 +211,7 @@ def _of_bounds(levels: Sequence[str], bounds: Bounds) -> Iterator[dict[str, Any]
 
 def lacking(config: MismatchConfig, packed: PackedSequences, groups: Groups | None) -> str:
     """What these settings need and these data do not have; "" where they can be predicted."""
-    if config.needs_advantages and packed.advantages is None:
+    if config.advantage_readers and packed.advantages is None:
         return "advantages"
     untold = packed.weight_versions is None or packed.trainer_version is None
     if config.rs.max_staleness is not None and untold:
@@ -264,7 +264,7 @@ class Predictor:
             *_of_presets(bounds),
             *((" ".join(as_flags(config)), config) for config in of_bounds if preset_of(config) is None),
         ]
-        usable = [pair for pair in every if self.has_advantages or not pair[1].needs_advantages]
+        usable = [pair for pair in every if self.has_advantages or not pair[1].advantage_readers]
         return [self.prediction(config, name) for name, config in [*([(OWN, own)] if own else []), *usable]]
 
     def prediction(self, config: MismatchConfig, name: str = "") -> Prediction:
@@ -331,7 +331,7 @@ class Predictor:
             total, square, kept = float(weights_T.sum()), float(weights_T.dot(weights_T)), float(kept_N.sum())
             found |= {"mean_weight": total / kept if kept else 0.0, "max_weight": float(weights_T.max())}
             found["ess"] = min(total**2 / (float(tokens_N.sum()) * square), 1.0) if square else 0.0
-        if self.groups is not None and config.rejects and not config.needs_advantages:
+        if self.groups is not None and config.rejects and not config.advantage_readers:
             changed = group_metrics(self.groups.rewards, self.groups.ids, kept_N, config.rs.least_accepted)
             found["groups_changed"] = changed[f"{PREFIX}rollout_rs_group_changed_fraction"]
         level, total, absolute, noise = self.level(units.level)

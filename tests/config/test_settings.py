@@ -64,7 +64,7 @@ RESOLVED: list[tuple[str, str, tuple[Any, ...]]] = [
     (f"--mismatch-dry-run {CRITERION}", NEEDS, (True, False, True)),
     ("--use-tis --tis-batch-normalize", STEPS, (True, True, False)),
     (CRITERION, STEPS, (False, False, True)),
-    (f"{CRITERION}@away", "needs_advantages advantage_readers", (True, ("criterion token_tv_away",))),
+    (f"{CRITERION}@away", "advantage_readers", (("criterion token_tv_away",),)),
     ("tis: {batch_normalize: false, lower_bound: null}", "tis", (mp.MismatchConfig().tis,)),  # off is off
     ("metrics: off", "metrics", ("off",)),  # YAML 1.1 reads false
 ]
@@ -181,6 +181,8 @@ REFUSED = [
     # words
     ("--tis-upper-bound 1_2", "argument --tis-upper-bound: invalid number value: '1_2'"),
     ("--tis-levle token", "--tis-levle is no flag of this package, did you mean --tis-level?"),
+    ("--rs-veto 1e-4", "--rs-veto is no flag of this package, did you mean --rs-veto-threshold?"),
+    ("--use-tis token_is", "token_is is no flag of this package, did you mean --mismatch-preset token_is?"),
     ("--tis-level token --tis-level turn", "--tis-level turn contradicts --tis-level token, give it once"),
     ("--mismatch-explain-only", "--mismatch-explain-only is for a launch line, leave it out."),
     ("--mismatch-preset pg_rs --tis-upper-bound 3", "--tis-upper-bound 3 changes nothing at --tis-level none"),
@@ -376,6 +378,7 @@ SHOWN = [
     (GROWING, "turn level, truncate, at most 1.05 "),
     ("--use-tis --tis-mode clip --tis-upper-bound-positive 3", "token level, clip, [0.5, 2], where A ≥ 0 [0.5, 3]"),
     (GAMMA, "sequence level, gamma, ρ^k e^(λ(1 − ρ)) with (k, λ)"),
+    ("--use-tis --tis-mode mask", "token level, mask, [0.5, 2]\nrejection: ratios outside the weights' bounds\n"),
     (f"{CRITERION}@away --rs-policy current", "rejection: token_tv_away in [0, 0.2], judged by π_θ"),
     (f"{CRITERION}:share=0.1", "(a budget: from the second step on the bound rises for share=0.1)\npolicies: three"),
     (f"--rs-group drop --rs-min-group 3 {CRITERION}", "accepted responses only, groups of fewer than 3 have no"),

@@ -80,11 +80,10 @@ def test_the_host_gives_what_a_device_gives(dtype: torch.dtype) -> None:
         assert device[2] == pytest.approx(metrics, rel=1e-6, abs=max(limit, 1e-9))
 
 
-@pytest.mark.parametrize("tile", [1, 7, 64, 2**16])
+@pytest.mark.parametrize("together", [1, 7, 64, 2**16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool, torch.bfloat16])
-def test_sums_over_any_tiles(tile: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Empty sequences first, last and between; some longer than a tile; a mean far from 0, which float32 would lose."""
-    monkeypatch.setattr(host, "_TILE", tile)
+def test_sums_of_columns(together: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty sequences first, last and between; a mean far from 0, which float32 would lose."""
     lengths = [0, 3, 0, 0, 200, 7, 7, 1, 0, 64, 0]
     values = (torch.randn(sum(lengths), generator=torch.Generator().manual_seed(0)) + 1000).to(dtype)
     values = values if dtype != torch.bool else torch.arange(len(values)) % 3 == 0
@@ -94,7 +93,7 @@ def test_sums_over_any_tiles(tile: int, dtype: torch.dtype, monkeypatch: pytest.
     plain, squares = [math.fsum(row) for row in rows], [math.fsum(x * x for x in row) for row in rows]
     for enabled in (True, False):  # a device sums all columns together, or as many as there is room for
         monkeypatch.setattr(host, "ENABLED", enabled)
-        monkeypatch.setattr(segments, "_TOGETHER", tile)
+        monkeypatch.setattr(segments, "_TOGETHER", together)
         names, sums = segment_sums(columns, offsets)
         assert names == ["alone", "sum", "squares", "twice", "again"]
         for found, expected in zip(sums.tolist(), [plain, plain, squares, plain, squares], strict=True):

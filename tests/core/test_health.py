@@ -11,7 +11,7 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.core.gate import GateError, check_gate
-from mismatch_plugin.core.health import all_rules
+from mismatch_plugin.core.health import ALL_RULES
 from tests.core.worked import config, metrics_of, of_log_ratios, weighted
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
@@ -110,8 +110,8 @@ def test_each_rule_on_data_that_trip_it_and_data_that_do_not(row: Any) -> None:
 
 def test_every_rule_is_planted() -> None:
     """No threshold without data: those of invalid and broken numbers have tests of their own below."""
-    others = {"tokens", "tis.upper_bound", "pg_clipfrac", "invalid_{kind}", "invalid_train_{kind}", "kl, pg_loss"}
-    assert {rule.metric for rule in all_rules()} == {row[0] for row in PLANTED} | others
+    others = {"tokens", "tis.upper_bound", "pg_clipfrac", "invalid_{kind}", "invalid_train_{kind}", "pg_loss"}
+    assert {rule.metric for rule in ALL_RULES} == {row[0] for row in PLANTED} | others
 
 
 def test_what_clips_before_an_update_and_far_from_pi_old() -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.core.metrics.registry import METRICS, metric_rows
+from mismatch_plugin.core.metrics.formulas import State
+from mismatch_plugin.core.metrics.registry import METRICS, Mean, Metric
 from mismatch_plugin.parallel.agreement import settings_of
 from tests.core.worked import config, metrics_of, of_log_ratios, weighted
 
@@ -62,21 +63,21 @@ def test_what_does_not_merge_says_so() -> None:
     assert plain == given and settings_of(plain) != settings_of(given) and settings_of(plain) == settings_of(config())
     packed = of_log_ratios([[0.1, 0.1]])
     less = mp.correct(packed, config(metrics="full")).statistics
-    versions = packed.replace(weight_versions=torch.tensor([7, 8]))
+    versions = packed.replace(weight_versions=torch.tensor([7, 8]), trainer_version=8)
     more = mp.correct(versions, config(metrics="full")).statistics
-    with pytest.raises(ValueError, match=r"one has -version, version, version_log_ratio.*, the other not"):
+    with pytest.raises(ValueError, match=r"one has version_log_ratio, version_tokens, the other not"):
         more.merge(less)
     with pytest.raises(ValueError, match="one has use_tis = False, the other has True"):
         less.merge(mp.correct(packed, config(use_tis=True)).statistics)
 
 
-def test_versions_more_than_a_slot_table_apart_are_older() -> None:
-    """16 slots: 100 and 99 lag 0 and 1; 70 lags 30: "older". Nothing may be attributed to the wrong lag."""
-    packed = of_log_ratios([[0.1, 0.2, 0.5]]).replace(weight_versions=torch.tensor([100, 99, 70]))
-    head = "log_ratio_by_version_"
+def test_versions_sixteen_before_the_trainers_are_older() -> None:
+    """98 lags 2 behind the trainer's 100, 101 is newer: no lag; 85 lags 15, 84 and 70 are "older"."""
+    packed = of_log_ratios([[0.1, 0.2, 0.4, 0.5, 0.7]])
+    packed = packed.replace(weight_versions=torch.tensor([101, 98, 85, 84, 70]), trainer_version=100)
     metrics = metrics_of(packed, metrics="full")
-    found = {name.removeprefix(head): value for name, value in metrics.items() if name.startswith(head)}
-    assert found == pytest.approx({"lag_0": 0.1, "lag_1": 0.2, "lag_older": 0.5}, rel=1e-5)
+    found = {name.split("version_")[1]: value for name, value in metrics.items() if "by_version_" in name}
+    assert found == pytest.approx({"lag_0": 0.1, "lag_2": 0.2, "lag_15": 0.4, "lag_older": 0.6}, rel=1e-5)
 
 
 def test_every_declared_metric_is_reachable_and_documented() -> None:
@@ -104,12 +105,13 @@ def test_every_declared_metric_is_reachable_and_documented() -> None:
     for level in ("token", "turn", "sequence", "geometric", "prefix"):
         settings = config(**weighted(level, batch_normalize=True), **rest)
         seen |= set(mp.policy_loss(packed.old_log_probs, packed, settings).statistics.metrics())
+    state = State({"one@tokens": 1.0, "one@sequences": 1.0}, {}, config())
+    with pytest.raises(KeyError, match="raito"):
+        Metric("kl", "", "tokens", "one", Mean("raito")).form(state)
     names = [metric.name for metric in METRICS]
     assert len(set(names)) == len(names)
     patterns = {name: re.compile(PREFIX + re.sub(r"\\\{.*\\\}", ".+", re.escape(name))) for name in names}
     assert [name for name, pattern in patterns.items() if not any(map(pattern.fullmatch, seen))] == []
     assert [name for name in seen if not any(pattern.fullmatch(name) for pattern in patterns.values())] == []
-    for name, formula, unit, over, merges, level in metric_rows():
-        assert name.startswith(PREFIX) and formula and over, name
-        assert merges in ("sum", "max") and level in ("basic", "full"), name
-        assert unit in ("", "share", "nat", "tokens", "sequences"), name
+    assert {m.merges for m in METRICS} == {"sum", "max"} and {m.level for m in METRICS} == {"basic", "full"}
+    assert {m.unit for m in METRICS} == {"", "share", "nat", "tokens", "sequences"} and all(m.formula for m in METRICS)

@@ -138,7 +138,6 @@ ERRORS: list[tuple[Any, dict[str, Any], str]] = [
     (mp.PackedSequences, FLAT | {"lengths": (3, 1)}, r"loss_mask has shape \(3,\), but lengths add up to 4"),
     (mp.PackedSequences, FLAT | {"entropy": torch.zeros(2)}, r"entropy has shape \(2,\), but lengths add up to 3"),
     (mp.PackedSequences, FLAT | {"positions": torch.zeros(3)}, "positions has dtype torch.float32: pass whole numbers"),
-    (mp.PackedSequences, FLAT | {"chunk_lengths": ((1, 0), (1,))}, "chunk_lengths .* must have as many chunks"),
 ]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.core.tokens import select_tokens
+from mismatch_plugin.core.validity import select_tokens
 from tests.core.worked import config, metrics_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
@@ -94,5 +94,5 @@ def test_what_is_only_measured_does_not_mark_tokens_that_stop() -> None:
     packed = mp.PackedSequences.from_lists(rollout_log_probs=[[None, -1.0, -1.0]], loss_masks=[[1, 1, 1]])
     train = torch.tensor([-1.0, -1.0, NAN])
     for settings, marked in ((config(), [False, False, True]), (mp.preset("token_is"), [True, False, True])):
-        stopping = select_tokens(train, packed).stopping(settings)
+        stopping = select_tokens(train, packed.loss_mask, packed.rollout_log_probs).stopping(settings)
         assert stopping is not None and stopping.tolist() == marked

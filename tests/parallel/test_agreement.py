@@ -98,11 +98,11 @@ def test_old_log_probs_in_some_micro_batches_only_are_refused() -> None:
 
 
 def test_a_micro_batch_that_start_was_not_given_is_refused_where_it_runs() -> None:
-    step, log_probs = Step(mp.MismatchConfig(metrics="full"), ParallelGroups()), batch(1).loss_mask.double() - 2.0
-    step.start([batch(1), batch(1)])
-    step.loss(log_probs, batch(1))
-    with pytest.raises(ValueError, match=r"cannot be merged: one has .*version_log_ratio"):
-        step.loss(log_probs, batch(1).replace(weight_versions=None))
+    step, known = Step(mp.MismatchConfig(metrics="full"), ParallelGroups()), batch(1).replace(trainer_version=1)
+    step.start([known, known])
+    step.loss(known.loss_mask.double() - 2.0, known)
+    with pytest.raises(ValueError, match=r"cannot be merged: one has version_log_ratio"):
+        step.loss(known.loss_mask.double() - 2.0, known.replace(weight_versions=None))
 
 
 def test_other_units_are_named_where_they_are_summed_over() -> None:

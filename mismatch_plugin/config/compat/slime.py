@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from mismatch_plugin.config.criteria import Criterion, parse_criterion
 from mismatch_plugin.config.model import MismatchConfig
+from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.units import RS_LEVELS
 from mismatch_plugin.config.values import known_only, note, number, parse_bool, present, unknown
 
@@ -16,8 +16,6 @@ MIS_KEYS = (
     *("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"),
 )
 _SLIME_KEYS = ("use_tis", "use_rollout_logprobs", "use_rollout_log_probs", "tis_clip", "tis_clip_low", *MIS_KEYS)
-_OBJECTIVES = ("gspo", "cispo")
-"""Of slime's advantage estimators those that choose an objective; the others are PPO's."""
 
 
 def from_slime(mapping: Mapping[str, Any]) -> MismatchConfig:
@@ -72,8 +70,8 @@ def _rejection(given: Mapping[str, Any], tis: Mapping[str, Any]) -> dict[str, An
 
 
 def host_objective(estimator: str) -> str:
-    """The objective of slime's own policy loss with that advantage estimator."""
-    return estimator if estimator in _OBJECTIVES else "ppo"
+    """The objective of slime's own policy loss with that advantage estimator; most are PPO's."""
+    return estimator if estimator in ("gspo", "cispo") else "ppo"
 
 
 def with_opsm(data: dict[str, Any], delta: float) -> dict[str, Any]:
@@ -83,16 +81,10 @@ def with_opsm(data: dict[str, Any], delta: float) -> dict[str, Any]:
     token's own A, and in algorithms 0 and 2 its anchor π_old in the place of π_rollout.
     Raises: ValueError where algorithm 0 or 2 judges other criteria or a veto by π_old: one policy holds for all.
     """
-    rule = Criterion(
-        aggregate="sequence_mean",
-        statistic="k1",
-        lower_bound=math.exp(-delta),
-        upper_bound=math.inf,
-        condition="negative",
-    )
+    (rule,) = find_preset("opsm").settings(delta=delta)["rs"]["criteria"]
     rs = dict(data.get("rs") or {})
     others = [Criterion.model_validate(parse_criterion(one)) for one in rs.get("criteria") or ()]
-    if rule not in others:  # a file's settings, read before, have it
+    if Criterion.model_validate(parse_criterion(rule)) not in others:  # a file's settings, read before, have it
         if not data["use_rollout_log_probs"] and rs.get("policy") != "current":
             if others or rs.get("veto_threshold") is not None:
                 raise ValueError(
@@ -100,5 +92,5 @@ def with_opsm(data: dict[str, Any], delta: float) -> dict[str, Any]:
                     "holds for all of them, or leave one of the two out."
                 )
             rs["policy"] = "current"
-        rs["criteria"] = [*(one.model_dump(exclude_unset=True) for one in others), rule.model_dump()]
+        rs["criteria"] = [*(one.model_dump(exclude_unset=True) for one in others), rule]
     return {**data, "rs": rs}

@@ -57,8 +57,6 @@ OTHER_LOSSES = {
     "dro": "terms.rollout_kl_coef: verl's is a penalty on π_θ/π_old in the place of the clip",
 }
 """Those that we do not have → what comes next to it, and what is different."""
-_OWN_NAMES = (None, "bypass_mode", "mismatch")
-"""Values of loss_mode that say nothing of the objective."""
 _KEYS = (
     *CORRECTION,
     *("rollout_rs_threshold_lower", "rollout_token_veto_threshold", "bypass_mode", "bypass_old_logprob_for_rollout"),
@@ -212,7 +210,7 @@ def _criterion(name: str, limit: Any, below: Any, inherits: bool) -> dict[str, A
 
 def _objective(given: Mapping[str, Any], bypass: bool) -> dict[str, Any]:
     mode = given.get("loss_mode")
-    if mode in _OWN_NAMES:
+    if mode in (None, "bypass_mode", "mismatch"):  # they say nothing of the objective
         return {}
     if mode in OTHER_LOSSES:
         raise ValueError(no_such_loss(mode))

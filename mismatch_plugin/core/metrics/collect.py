@@ -19,7 +19,7 @@ from mismatch_plugin.core.metrics.full import full_diagnostics
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.rejection import budget_histogram
 from mismatch_plugin.core.segments import Column, bounded_exp
-from mismatch_plugin.core.units import center, unit_log_ratio
+from mismatch_plugin.core.units import unit_log_ratio
 from mismatch_plugin.core.validity import KINDS, count_kinds
 from mismatch_plugin.core.weights import grown
 from mismatch_plugin.limits import SAFETY_BOUND
@@ -44,7 +44,7 @@ def token_columns(state: CorrectionState, masked_T: Tensor | None, rejected_T: T
     del bounded
     yield Column("ratio", ratio, "ratio_squared")
     if state.unit.per_token:
-        yield Column("clamped", _clamped(state, ratio, log_ratio, tokens.padding), "clamped_squared")
+        yield Column("clamped", _clamped(state, ratio), "clamped_squared")
     if bounds is not None and bounds.unit.per_token:
         outside = {"high": log_ratio > bounds.log_upper, "low": log_ratio < bounds.log_lower}
         excludes_one = not bounds.lower <= 1.0 <= bounds.upper
@@ -85,7 +85,7 @@ def _verdict_columns(state: CorrectionState, masked_T: Tensor | None, rejected_T
 def _token_criteria(state: CorrectionState) -> Iterator[Column]:
     """What each token criterion measures, and what it rejects above if it has two bounds; extremes go to `state`."""
     for criterion in state.config.criteria:
-        if not criterion.judges_tokens:
+        if not criterion.unit.per_token:
             continue
         value = state.judged.values(criterion)
         names, extremes = _extremes({f"value_{criterion.name}": value}, {}, state.tokens.padding)
@@ -107,7 +107,7 @@ def collect_statistics(state: CorrectionState, counts_sequences: bool) -> Statis
     rows, unit_rows = _rows(state, has)
     values = [(torch.stack(list(rows.values())) @ torch.stack([state.tokens_N, has]).T).flatten()]
     names = [f"{row}@{measure}" for row in rows for measure in ("tokens", "sequences")]
-    if state.parts is not None and not state.unit.one_ratio_per_token:
+    if state.parts.splits and not state.unit.one_ratio_per_token:
         unit_rows |= {"one": state.counts_U}
         values.append(torch.stack(list(unit_rows.values())) @ state.counts_U)
         names += [f"{row}@{state.unit.measure}" for row in unit_rows]
@@ -118,16 +118,15 @@ def collect_statistics(state: CorrectionState, counts_sequences: bool) -> Statis
         names += [f"invalid_{kind}" for kind in KINDS]
         values.append(count_kinds(state.tokens.code))
     for criterion in state.config.budgets:
-        tokens = state.tokens.padding.logical_not() if criterion.judges_tokens else has
-        judged = state.judged.values(criterion) if criterion.judges_tokens else state.values_N[criterion.name]
+        tokens = state.tokens.padding.logical_not() if criterion.unit.per_token else has
+        judged = state.judged.values(criterion) if criterion.unit.per_token else state.values_N[criterion.name]
         counts = budget_histogram(judged, tokens)
         names += _indexed(f"budget_{criterion.name}", len(counts))
-        values.append(counts if counts_sequences or criterion.judges_tokens else torch.zeros_like(counts))
+        values.append(counts if counts_sequences or criterion.unit.per_token else torch.zeros_like(counts))
     if state.measured and state.config.metrics == "full":
         sums, extra = full_diagnostics(state, counts_sequences)
-        for name, value in extra.items():
-            maximum_names += [name] if value.dim() == 0 else _indexed(name, value.numel())
-            maxima.append(value.reshape(-1))
+        maximum_names += extra
+        maxima += [value.reshape(1) for value in extra.values()]
         for name, value in sums.items():
             names += _indexed(name, value.numel())
             values.append(value)
@@ -201,12 +200,13 @@ def _rejection_rows(state: CorrectionState) -> dict[str, Tensor]:
     outside_N = {name: rejected for name, rejected in state.outside_N.items() if name not in ("veto", "invalid")}
     # A column that equals another was summed once.
     alike = "masked" if "masked" in state.means_N else "rejected"
-    rows = {f"out_{name}": rejected for name, rejected in outside_N.items() if name != "mode"}
+    rows = {f"out_{name}": rejected for name, rejected in outside_N.items()}
     for name in state.outside_T:
         if name != "mode":
             rows[f"out_{name}"] = state.means_N.get(f"out_{name}", state.means_N[alike])
-    masked, masked_N = state.means_N[alike] if state.outside_T else None, any_of(outside_N.values())
-    if state.outside_U:  # token criteria, and mask mode with a token's unit
+    of_mode = {} if state.parts.splits else state.outside_U
+    masked, masked_N = state.means_N[alike] if state.outside_T else None, any_of((outside_N | of_mode).values())
+    if state.outside_U and state.parts.splits:  # token criteria, and mask mode with a token's unit
         tokens = state.sums_U["tokens"]
         shares = state.sums_U[alike] / tokens.clamp(min=1) if state.outside_T else torch.zeros_like(tokens)
         masked = state.of_sequences({"masked": torch.where(state.outside_U["mode"], 1.0, shares)})["masked"]
@@ -224,7 +224,7 @@ def _criterion_rows(state: CorrectionState, has: Tensor) -> dict[str, Tensor]:
     """`_token_criteria` of every criterion, one number a sequence. What is rejected and not above is below."""
     rows = {name: mean for name, mean in state.means_N.items() if name.startswith(("value_", "above_"))}
     for criterion in state.config.criteria:
-        if criterion.judges_tokens:
+        if criterion.unit.per_token:
             continue
         name, (low, high) = criterion.name, criterion.log_bounds
         value = state.values_N[name].masked_fill(has.logical_not(), 0.0)
@@ -247,7 +247,7 @@ def _outside_rows(state: CorrectionState, rows: dict[str, Tensor]) -> dict[str, 
         return {"seq_high": ratio > bounds.upper - 1.0, "seq_low": ratio < bounds.lower - 1.0}
     high, low = rows.get("high"), rows.get("low")  # of the level's own units
     if high is None or low is None:
-        log_ratio = unit_log_ratio(bounds.unit, state.tokens.log_ratio, state.sums_N, None)
+        log_ratio = unit_log_ratio(bounds.unit, state.tokens.log_ratio, state.sums_N, state.packed.whole)
         high, low = log_ratio > bounds.log_upper, log_ratio < bounds.log_lower
     return {"high": high, "low": low, "seq_high": high, "seq_low": low}
 
@@ -261,7 +261,7 @@ def _unit_ratio_columns(state: CorrectionState) -> Iterator[Column]:
     padding = state.tokens.padding if state.unit.one_ratio_per_token else None
     ratio, bounds, scale = state.ratio_U - 1.0, state.bounds, state.scale_U
     yield Column("unit_ratio", ratio, "unit_ratio_squared")
-    yield Column("clamped", _clamped(state, ratio, state.log_ratio_U, padding), "clamped_squared")
+    yield Column("clamped", _clamped(state, ratio), "clamped_squared")
     yield Column(
         "unit_plain", state.ratio_U if padding is None else state.ratio_U.masked_fill(padding, 0.0), "unit_square"
     )
@@ -273,14 +273,10 @@ def _unit_ratio_columns(state: CorrectionState) -> Iterator[Column]:
     yield Column("low", low if padding is None else low.masked_fill_(padding, False))
 
 
-def _clamped(state: CorrectionState, ratio: Tensor, log_ratio: Tensor, padding: Tensor | None = None) -> Tensor:
-    """c − center, c = ρ clamped to [1/hi, hi] (also where hi is below 1), 0 at padding. ratio: ρ − 1."""
-    upper, middle = state.config.tis.upper, center(state.config)
-    low, high = sorted((1.0 / upper, upper))
-    if middle:
-        return ratio.clamp(low - middle, high - middle)
-    clamped = bounded_exp(log_ratio).clamp_(low, high)
-    return clamped if padding is None else clamped.masked_fill_(padding, 0)
+def _clamped(state: CorrectionState, ratio: Tensor) -> Tensor:
+    """c − 1, c = ρ clamped to [1/hi, hi] (also where hi is below 1). ratio: ρ − 1."""
+    low, high = sorted((1.0 / state.config.tis.upper, state.config.tis.upper))
+    return ratio.clamp(low - 1.0, high - 1.0)
 
 
 def _own_factor(state: CorrectionState) -> Tensor | float | None:
@@ -310,11 +306,11 @@ def _unit_weight_rows(state: CorrectionState, kept: Tensor) -> dict[str, Tensor]
         return {}
     factor = _own_factor(state)
     unit = state.weights_U if factor is None else state.weights_U / factor
-    if state.parts is not None:
+    if state.parts.splits:
         kept = state.kept_U / state.sums_U["tokens"].clamp(min=1)
     weight = unit * kept
     rows = {"weight": weight, "weight_squared": unit * weight, "weight_deviation": (unit - 1.0).square_() * kept}
-    return rows if state.parts is None else rows | {"unit_weight_squared": weight.square()}
+    return rows | {"unit_weight_squared": weight.square()} if state.parts.splits else rows
 
 
 # Extremes -------------------------------------------------------------------------------------------------------------
@@ -340,7 +336,7 @@ def _maxima(state: CorrectionState, has: Tensor, rows: dict[str, Tensor]) -> tup
         weight, factor = state.weights_U, _own_factor(state)
         weight = weight * state.keep_T if per_token else weight.masked_fill(state.kept_U == 0, 0.0)
         weights["weight"] = weight if factor is None else weight / factor
-    if per_token or state.parts is not None:
+    if per_token or state.parts.splits:
         absent = state.tokens.padding if per_token else state.counts_U == 0
         found = [_extremes(of_sequences, {}, has.logical_not())]
         found += [_extremes(of_units, {}, absent), _extremes({}, weights, absent)]

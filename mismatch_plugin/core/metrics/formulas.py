@@ -11,7 +11,7 @@ import torch
 
 from mismatch_plugin.core.metrics import full
 from mismatch_plugin.core.rejection import BUDGET_LAST, budget_threshold
-from mismatch_plugin.core.units import acting_bounds, center
+from mismatch_plugin.core.units import acting_bounds
 from mismatch_plugin.limits import SAFETY_BOUND
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class State:
         self.trained_tokens, self.trained_sequences = self.count("tokens", True), self.count("sequences", True)
 
     def has(self, name: str) -> bool:
-        """Whether a sum, a maximum or a vector of that name is there."""
+        """Whether a sum, a maximum or a vector of sums of that name is there."""
         return any(key in self.sums or key in self.maxima for key in (name, f"{name}@tokens", f"{name}[0]"))
 
     def count(self, measure: str, trained: bool = False) -> float:
@@ -55,10 +55,9 @@ class State:
 
     def vector(self, name: str) -> list[float]:
         """The elements of a vector, in order."""
-        source = self.sums if f"{name}[0]" in self.sums else self.maxima
         values = []
-        while f"{name}[{len(values)}]" in source:
-            values.append(source[f"{name}[{len(values)}]"])
+        while (value := self.sums.get(f"{name}[{len(values)}]")) is not None:
+            values.append(value)
         return values
 
     @property
@@ -108,19 +107,11 @@ def seq_std(s: State) -> float:
     return own * math.sqrt(s.sequences / (s.sequences - 1))
 
 
-def token_ess(s: State) -> float:
+def token_ess(s: State, row: str) -> float:
     """From sums about 1, which float32 tokens leave without digits where every ρ is far below 1e-3."""
-    mean = 1.0 + s.mean("ratio")
-    mean_square = 1.0 + 2.0 * s.mean("ratio") + s.mean("ratio_squared")
+    mean = 1.0 + s.mean(row)
+    mean_square = 1.0 + 2.0 * s.mean(row) + s.mean(f"{row}_squared")
     return min(mean * mean / mean_square, 1.0) if mean_square > 1e-6 and mean > 0 else 0.0
-
-
-def effective_sample_size(s: State) -> float:
-    """Of the clamped ratio, from sums about the constant that it was collected about."""
-    middle = center(s.config)
-    mean = middle + s.mean("clamped")
-    mean_square = middle * middle + 2.0 * middle * s.mean("clamped") + s.mean("clamped_squared")
-    return ratio(mean * mean, mean_square, 1.0)
 
 
 def seq_extreme(s: State, sign: str) -> float:
@@ -150,11 +141,6 @@ def log_extreme(s: State, name: str, sign: str) -> float:
     return bounded_exp(-value if sign else value)
 
 
-def after_mean(s: State) -> float:
-    """Mean weight of the tokens that are kept."""
-    return ratio(s.sums["weight@tokens"], s.sums["kept@tokens"]) / s.factor
-
-
 def after_std(s: State) -> float:
     """Its deviation, from the second moment about 1, or about 0 where the mean is nearer to that: products of long
     responses, before the factor brings their mean to 1, have no digits left about 1."""
@@ -178,7 +164,7 @@ def criteria(s: State, measure: str) -> dict[str, float]:
     return {
         criterion.name: s.mean(f"out_{criterion.name}", measure)
         for criterion in s.config.criteria
-        if measure == "tokens" or not criterion.judges_tokens
+        if measure == "tokens" or not criterion.unit.per_token
     }
 
 
@@ -242,26 +228,11 @@ def bucket_means(s: State, bucket: str, column: str, count: str = "tokens") -> d
     return {label: value / number for label, value, number in rows if number}
 
 
-def version_drift(s: State) -> dict[str, float]:
-    """Mean log-ratio by how many versions a token's weights lag behind the newest one seen in the step."""
-    newest = max(s.vector("version"))
-    sums: dict[str, list[float]] = {}
-    columns = ("version", "-version", "version_tokens", "version_log_ratio")
-    for largest, smallest, count, log_ratio in zip(*map(s.vector, columns), strict=True):
-        if not count:
-            continue
-        lag = int(newest - largest)
-        label = f"lag_{lag}" if largest == -smallest and lag < full.VERSION_SLOTS else "lag_older"
-        total = sums.setdefault(label, [0.0, 0.0])
-        total[0] += count
-        total[1] += log_ratio
-    return {label: log_ratio / count for label, (count, log_ratio) in sorted(sums.items())}
-
-
 BUCKETS = {
     "position": edges(full.POSITION_EDGES),
     "probability": edges(full.PROBABILITY_EDGES),
     "length": edges(full.LENGTH_EDGES),
     "advantage": ["negative", "zero", "positive"],
+    "version": [*(f"lag_{lag}" for lag in range(full.VERSION_LAGS)), "lag_older"],
 }
 """The labels of each."""

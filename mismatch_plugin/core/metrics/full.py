@@ -26,17 +26,23 @@ HISTOGRAM_EDGE = math.asinh(SAFETY_BOUND / HISTOGRAM_SCALE)
 POSITION_EDGES = (64, 256, 1024, 4096, 16384)
 PROBABILITY_EDGES = (0.01, 0.1, 0.5, 0.9, 0.99)
 LENGTH_EDGES = (256, 1024, 4096, 16384)
-VERSION_SLOTS = 16
-"""Weight versions are counted modulo 16; versions that collide are reported together as the oldest."""
+VERSION_LAGS = 16
+"""Weight versions that a token lags behind the trainer's are counted one by one below this, and above it together."""
 
 
 def full_diagnostics(state: CorrectionState, counts_sequences: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """({name: sums [B]}, {name: maxima, 0-d or [B]}) of the local tokens, and of whole sequences where counted here.
+    """({name: sums [B]}, {name: maxima, 0-d}) of the local tokens, and of whole sequences where counted here.
 
     About 60 kernels; no host sync. Accumulated in float64.
     """
     tokens, packed = state.tokens, state.packed
-    sums: dict[str, Tensor] = {"histogram": _histogram(tokens.log_ratio, tokens.padding)}
+    sums: dict[str, Tensor] = {}
+    # Log-ratios beyond ±20 fall into the last bins.
+    edge = HISTOGRAM_EDGE * (1 - 1e-6)
+    place = tokens.log_ratio.mul(1.0 / HISTOGRAM_SCALE).asinh_().clamp_(-edge, edge)
+    place.masked_fill_(tokens.padding, 2 * HISTOGRAM_EDGE)  # outside the range: not counted
+    sums["histogram"] = histogram(place, HISTOGRAM_BINS, -HISTOGRAM_EDGE, HISTOGRAM_EDGE)
+    del place
     maxima: dict[str, Tensor] = {}
     difference = tokens.train.exp().sub_(tokens.rollout.exp()).abs_()
     sums["probability_difference"] = difference.sum(dtype=torch.float64).reshape(1)
@@ -44,24 +50,17 @@ def full_diagnostics(state: CorrectionState, counts_sequences: bool) -> tuple[di
     del difference
 
     buffer = torch.empty_like(tokens.log_ratio, dtype=torch.float64)
-    slot: Tensor | None = None
-    if packed.weight_versions is not None:
-        slot = packed.weight_versions.remainder(VERSION_SLOTS)
-        maxima["version"], maxima["-version"] = _slot_extremes(
-            slot, buffer.copy_(packed.weight_versions), tokens.padding
-        )
 
     def add_drift(name: str, place: Tensor, size: int) -> None:
         sums[f"{name}_log_ratio"] = _by_bucket(place, size, buffer.copy_(tokens.log_ratio))
-        sums[f"{name}_log_ratio_abs"] = _by_bucket(place, size, buffer.copy_(tokens.log_ratio).abs_())
+        if name != "version":
+            sums[f"{name}_log_ratio_abs"] = _by_bucket(place, size, buffer.copy_(tokens.log_ratio).abs_())
         sums[f"{name}_tokens"] = _by_bucket(place, size, buffer.copy_(tokens.mask))
 
-    if slot is not None:
-        add_drift("version", slot, VERSION_SLOTS)
-    del slot
-    probability = bucket(tokens.rollout.exp(), PROBABILITY_EDGES)
-    add_drift("probability", probability, len(PROBABILITY_EDGES) + 1)
-    del probability
+    if packed.weight_versions is not None and packed.trainer_version is not None:
+        lag = (packed.trainer_version - packed.weight_versions).clamp_(0, VERSION_LAGS)
+        add_drift("version", lag, VERSION_LAGS + 1)
+    add_drift("probability", bucket(tokens.rollout.exp(), PROBABILITY_EDGES), len(PROBABILITY_EDGES) + 1)
     add_drift("position", bucket(packed.response_positions, POSITION_EDGES), len(POSITION_EDGES) + 1)
     if packed.advantages is not None:
         sign = packed.advantages.masked_fill(tokens.padding, 0.0).sign_().add_(1.0).int()
@@ -72,23 +71,6 @@ def full_diagnostics(state: CorrectionState, counts_sequences: bool) -> tuple[di
     sums["length_sequences"] = _by_bucket(length, len(LENGTH_EDGES) + 1, counted)
     sums["length_kept"] = _by_bucket(length, len(LENGTH_EDGES) + 1, counted * (state.kept_N > 0))
     return sums, maxima
-
-
-def _slot_extremes(slot_T: Tensor, versions_T: Tensor, padding_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest version and negated smallest version in each slot; −inf where a slot is empty. Overwrites versions_T."""
-    values = versions_T.masked_fill_(padding_T, -torch.inf)
-    lowest = values.new_full((VERSION_SLOTS,), -torch.inf)
-    largest = lowest.scatter_reduce(0, slot_T, values, reduce="amax")
-    values.neg_().masked_fill_(padding_T, -torch.inf)
-    return largest, lowest.scatter_reduce(0, slot_T, values, reduce="amax")
-
-
-def _histogram(log_ratio_T: Tensor, padding_T: Tensor) -> Tensor:
-    """Counts of the response tokens' log-ratios in `HISTOGRAM_BINS` bins; beyond ±20 they fall into the last ones."""
-    edge = HISTOGRAM_EDGE * (1 - 1e-6)
-    place = log_ratio_T.mul(1.0 / HISTOGRAM_SCALE).asinh_().clamp_(-edge, edge)
-    place.masked_fill_(padding_T, 2 * HISTOGRAM_EDGE)  # outside the range: not counted
-    return histogram(place, HISTOGRAM_BINS, -HISTOGRAM_EDGE, HISTOGRAM_EDGE)
 
 
 def quantile(histogram: list[float], share: float) -> float:

@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
 
 PREFIX = "rollout_corr/"
+_OPTIONAL = ("masked", "masked_any", "vetoed", "catastrophic", "clip_dual")
+"""Rows that are not there where no setting could add to them: their sum is 0."""
 
 
 class Mean(NamedTuple):
     """A value that is a sum divided by the count of tokens or sequences which its metric is `over`.
 
-    total: that sum, or the name of it or of the row that it is the sum of: 0 where nothing of it was summed.
+    total: that sum, or the name of it or of the row that it is the sum of.
     left_out: what a token (sequence) whose invalid log-prob is only measured adds where a host counts it all the same.
     empty: the mean of nothing.
     """
@@ -60,7 +62,9 @@ class Metric:
         total = self.value.total
         if callable(total):
             return total(s)
-        return s.sums.get(f"{total}@{f.measure(self.over, s.config)}", s.sums.get(total, 0.0))
+        row = f"{total}@{f.measure(self.over, s.config)}"
+        name = row if row in s.sums else total
+        return s.sums.get(name, 0.0) if total in _OPTIONAL else s.sums[name]
 
     def form(self, s: f.State) -> float | Mapping[str, float]:
         """The value, or the values of a family."""
@@ -112,7 +116,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout_is_ratio_std", "deviation of the tokens' ρ_t", "tokens", "ratio_squared",
            lambda s: f.deviation(s.mean("ratio_squared"), s.mean("ratio"))),
     Metric("rollout_is_ratio_eff_sample_size", "(Σ ρ_t)² / (n Σ ρ_t²); 0 where every ρ_t is below 1e-3", "tokens",
-           "ratio_squared", f.token_ess, unit="share"),
+           "ratio_squared", lambda s: f.token_ess(s, "ratio"), unit="share"),
     Metric("rollout_is_ratio_unit_mean", "mean of the units' ρ (not at token level)", f.LEVEL_UNITS, "unit_ratio",
            Mean(lambda s: s.count(s.unit) + s.sums[f"unit_ratio@{s.unit}"], left_out=1.0, empty=1.0)),
     Metric("rollout_is_ratio_unit_std", "deviation of the units' ρ (not at token level)", f.LEVEL_UNITS,
@@ -127,7 +131,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout_is_max", "largest ρ, at most e^20", f.LEVEL_UNITS, "log_aggregate",
            lambda s: f.bounded_exp(s.maximum("log_aggregate")), merges="max"),
     Metric("rollout_is_eff_sample_size", "(mean c)² / mean c², c = ρ clamped to [1/hi, hi], so at least .64 at "
-           "hi = 2: for comparison with other dashboards", "tokens", "clamped", f.effective_sample_size, unit="share"),
+           "hi = 2: for comparison with other dashboards", "tokens", "clamped",
+           lambda s: f.token_ess(s, "clamped"), unit="share"),
     Metric("rollout_is_ratio_fraction_high", "share above the bound that acts: the weights' (unless the sign of A "
            "decides), else the first ratio criterion's, else a TIS bound from preset or hand", f.BOUND_UNITS, "high",
            Mean("high"), unit="share"),
@@ -148,7 +153,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout_is_seq_fraction_low", "share of sequences with mean ρ below it", "sequences", "low",
            Mean("seq_low"), unit="share"),
     # The weights really used.
-    Metric("rollout_is_weight_after_mean", "mean weight", "accepted tokens", "weight", f.after_mean, averaged=True),
+    Metric("rollout_is_weight_after_mean", "mean weight", "accepted tokens", "weight",
+           lambda s: f.ratio(s.sums["weight@tokens"], s.sums["kept@tokens"]) / s.factor, averaged=True),
     Metric("rollout_is_weight_after_std", "deviation of the weights", "accepted tokens", "weight", f.after_std),
     Metric("rollout_is_weight_after_max", "largest weight", "accepted tokens", "weight",
            lambda s: s.maximum("weight") / s.factor, merges="max"),
@@ -256,8 +262,9 @@ METRICS: tuple[Metric, ...] = (
              partial(f.bucket_means, bucket=bucket, column=f"log_ratio{part}"), unit="nat", level="full", averaged=True)
       for bucket, by in (("position", "position in the response"), ("probability", "π_rollout"))
       for part, value in (("", "l"), ("_abs", "|l|"))),
-    Metric("log_ratio_by_version_{lag}", "mean l by how many weight versions a token lags", "tokens", "version_tokens",
-           f.version_drift, unit="nat", level="full", averaged=True),
+    Metric("log_ratio_by_version_{lag}", "mean l by how many weight versions a token lags behind the trainer's",
+           "tokens", "version_tokens", lambda s: f.bucket_means(s, "version", "log_ratio"), unit="nat", level="full",
+           averaged=True),
     Metric("probability_difference_mean", "mean |π_train − π_rollout|", "tokens", "probability_difference",
            Mean(lambda s: s.sums["probability_difference[0]"]), level="full"),
     Metric("probability_difference_max", "largest |π_train − π_rollout|", "tokens", "probability_difference",
@@ -269,9 +276,3 @@ METRICS: tuple[Metric, ...] = (
            averaged=True),
 )
 # fmt: on
-
-
-def metric_rows() -> Iterator[tuple[str, ...]]:
-    """(name, formula, unit, averaged over, merges by, level) of every declaration, for docs/metrics.md."""
-    for metric in METRICS:
-        yield PREFIX + metric.name, metric.formula, metric.unit, metric.over, metric.merges, metric.level

@@ -46,9 +46,20 @@ class Statistics:
 
     def merge(self, other: Statistics) -> Statistics:
         """The state of both together. Raises ValueError where configurations or the fields of the batches differ."""
-        same_names = self.sum_names == other.sum_names and self.maximum_names == other.maximum_names
-        if not same_names or self.config != other.config:
-            validate_mergeable(self, other)
+        if self.config != other.config:
+            theirs = other.config.model_dump(exclude={"report_dir"})
+            for key, value in self.config.model_dump(exclude={"report_dir"}).items():
+                if value != theirs[key]:
+                    raise ValueError(
+                        f"statistics cannot be merged: one has {key} = {value!r}, the other has {theirs[key]!r}. Give "
+                        f"every batch of a step the same configuration."
+                    )
+        if (self.sum_names, self.maximum_names) != (other.sum_names, other.maximum_names):
+            what = ", ".join(sorted({*self.fields} ^ {*other.fields})[:6]) or "another order of names"
+            raise ValueError(
+                f"statistics cannot be merged: one has {what}, the other not. All batches of a step need the same "
+                f"fields (rollout_log_probs, ref_log_probs, weight_versions, advantages, entropy)."
+            )
         return replace(
             self,
             sums=self.sums + other.sums,
@@ -128,14 +139,13 @@ class Statistics:
         gated = [] if self.config.gate_kl is None else [self.k3_kl().reshape(1)]
         values = torch.cat([self.sums, self.maxima, *gated]).tolist()
         sums = dict(zip(self.sum_names, values, strict=False))
-        self._raise_if_invalid(sums)
+        if self.config.rollout_log_prob_policy == "error":
+            self._raise_if_invalid(sums)
         if self.config.gate_kl is not None:
             check_gate(values.pop(), self.config.gate_kl)
         return sums, dict(zip(self.maximum_names, values[len(self.sum_names) :], strict=True))
 
     def _raise_if_invalid(self, sums: Mapping[str, float]) -> None:
-        if self.config.rollout_log_prob_policy != "error":
-            return
         counted = {kind: sums.get(f"invalid_{kind}", 0.0) for kind in stopping_kinds(self.config)}
         if not any(counted.values()):
             return
@@ -144,21 +154,3 @@ class Statistics:
             raise invalid_error(found, int(sum(counted.values())))
         kinds = ", ".join(f"{int(count)} of kind {kind}" for kind, count in counted.items() if count)
         raise invalid_error([], summary=f"invalid log-probs on another rank: {kinds}")
-
-
-def validate_mergeable(one: Statistics, other: Statistics) -> None:
-    """Raise ValueError that names what two states differ in; nothing where only their report folders do."""
-    settings, theirs = (each.config.model_dump(exclude={"report_dir"}) for each in (one, other))
-    for key, value in settings.items():
-        if value != theirs[key]:
-            raise ValueError(
-                f"statistics cannot be merged: one has {key} = {value!r}, the other has {theirs[key]!r}. Give every "
-                f"batch of a step the same configuration."
-            )
-    if (one.sum_names, one.maximum_names) == (other.sum_names, other.maximum_names):
-        return
-    what = ", ".join(sorted({*one.fields} ^ {*other.fields})[:6]) or "another order of names"
-    raise ValueError(
-        f"statistics cannot be merged: one has {what}, the other not. All batches of a step need the same fields "
-        f"(rollout_log_probs, ref_log_probs, weight_versions, advantages, entropy)."
-    )

@@ -238,7 +238,7 @@ def why_our_loss(args: Namespace, config: MismatchConfig, host: Host, *, hooked:
         f"--mismatch-objective {config.objective}: {loss} computes {theirs} (--advantage-estimator)": config.objective
         != theirs,
         f"--rs-policy current: {loss} does not pass π_θ on": config.rejects_on_current_policy,
-        f"{', '.join(config.advantage_readers)}: {loss} does not pass advantages on": config.needs_advantages,
+        f"{', '.join(config.advantage_readers)}: {loss} does not pass advantages on": bool(config.advantage_readers),
         f"--mismatch-rollout-kl-coef: {loss} adds no such term": config.terms.rollout_kl_coef,
         f"--mismatch-kl-importance-weighted: {loss} weighs its KL by nothing of ours": (
             config.terms.kl_importance_weighted
