@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,6 @@ def pack(
     samples: Sequence[Sample],
     config: MismatchConfig | None = None,
     *,
-    version_numbers: Mapping[str, int] | None = None,
     trainer_version: int | str | None = None,
     dtype: torch.dtype = torch.float32,
     checked: bool = True,
@@ -43,9 +42,8 @@ def pack(
         config: its `rollout_log_prob_policy` says what happens to invalid log-probs. With `error`, the default, they
             are raised here. Otherwise the values go on as they are, and `correct` counts and handles them by kind;
             where lengths or ids disagree, everything from the first disagreement on is "not returned".
-        version_numbers: weight version → number; see `number_versions`.
-        trainer_version: of the weights that are about to train, by number or name; `rs.max_staleness` counts back from
-            it.
+        trainer_version: of the weights that are about to train, by number or name (`number_versions`);
+            `rs.max_staleness` counts back from it.
         dtype: of log-probs and advantages.
         checked: False leaves invalid log-probs to the step, whatever the config.
 
@@ -58,7 +56,9 @@ def pack(
     """
     names = [index if sample.sample_id is None else sample.sample_id for index, sample in enumerate(samples)]
     stops = checked and (config is None or (config.rollout_log_prob_policy == "error" and config.uses_rollout_values))
-    behaviour = _has_behaviour(samples)
+    behaviour = {sample.behaviour_log_probs is not None for sample in samples}
+    if len(behaviour) > 1:
+        raise ValueError("some samples have behaviour_log_probs and others not: request the sampling mask for all.")
     masks: list[Tensor] = []
     rollout: list[Tensor] = []
     misfits: list[str] = []
@@ -78,12 +78,12 @@ def pack(
             f"drop-sequence."
         )
     biases = {
-        remaining_bias(sample.sampling, renormalised=behaviour, replayed=sample.kept_ids is not None)
+        remaining_bias(sample.sampling, renormalised=True in behaviour, replayed=sample.kept_ids is not None)
         for sample in samples
     }
     for bias in biases - {""}:
         warnings.warn(bias, MismatchWarning, stacklevel=2)
-    versions, trained_at = _versions(samples, names, masks, config, version_numbers, trainer_version)
+    versions, trained_at = _versions(samples, names, masks, config, trainer_version)
     rewards = [sample.reward for sample in samples]
     packed = PackedSequences.from_lists(
         loss_masks=masks,
@@ -151,13 +151,6 @@ def _trained_mask(sample: Sample) -> Bools:
     return mask & sample.trained_mask
 
 
-def _has_behaviour(samples: Sequence[Sample]) -> bool:
-    with_them = {sample.behaviour_log_probs is not None for sample in samples}
-    if len(with_them) > 1:
-        raise ValueError("some samples have behaviour_log_probs and others not: request the sampling mask for all.")
-    return True in with_them
-
-
 def _fit(sample: Sample, name: object, values: Floats) -> tuple[int, list[str]]:
     """(tokens from the first on whose log-prob is known to be theirs, what does not fit)."""
     length = len(sample)
@@ -207,7 +200,6 @@ def _versions(
     names: Sequence[object],
     masks: Sequence[Tensor],
     config: MismatchConfig | None,
-    numbers: Mapping[str, int] | None,
     trainer: int | str | None,
 ) -> tuple[list[Tensor] | None, int | None]:
     """(number of each token's weight version, of the trainer's)."""
@@ -231,12 +223,8 @@ def _versions(
             f"its update requests) and keep weight_versions of its replies, or leave --rs-max-staleness out."
         )
     told = [span.version for row in spans for span in row]
-    if numbers is None and (isinstance(trainer, str) or (told and all(at is None for at in missing))):
-        numbers = number_versions([*told, trainer] if isinstance(trainer, str) else told)
     if isinstance(trainer, str):
-        if numbers is None or trainer not in numbers:
-            raise ValueError(f"version_numbers lacks trainer_version {trainer!r}.")
-        trainer = numbers[trainer]
+        trainer = number_versions([*told, trainer])[trainer]
     if not told:
         return None, trainer
     if any(at is not None for at in missing):
@@ -246,9 +234,7 @@ def _versions(
             stacklevel=3,
         )
         return None, trainer
-    assert numbers is not None
-    if unknown := sorted({*told} - {*numbers}):
-        raise ValueError(f"version_numbers lacks weight versions {unknown[:3]}.")
+    numbers = number_versions(told)
     # Tokens under the mask (tool results) were sampled from no weights; any number of the batch will do.
     other = numbers[told[0]]
     rows = [version_of_tokens(row, numbers, length, other) for row, length in zip(spans, lengths, strict=True)]

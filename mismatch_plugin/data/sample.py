@@ -14,6 +14,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     PlainValidator,
     ValidationError,
     model_validator,
@@ -31,11 +32,12 @@ LogProbsOf = Literal["raw", "tempered", "filtered"]
 too, renormalised (vLLM's processed log-probs)."""
 Side = Literal["rollout", "training"]
 
-Ids = Annotated[arrays.Ids, PlainValidator(arrays.as_ids)]
-Floats = Annotated[arrays.Floats, PlainValidator(arrays.as_floats)]
-Bools = Annotated[arrays.Bools, PlainValidator(arrays.as_mask)]
-Experts = Annotated[arrays.Ints, PlainValidator(arrays.as_experts)]
-PerToken = Annotated[arrays.Floats, PlainValidator(arrays.one_or_many)]
+_LISTED = PlainSerializer(arrays.listed)
+Ids = Annotated[arrays.Ids, PlainValidator(arrays.as_ids), _LISTED]
+Floats = Annotated[arrays.Floats, PlainValidator(arrays.as_floats), _LISTED]
+Bools = Annotated[arrays.Bools, PlainValidator(arrays.as_mask), _LISTED]
+Experts = Annotated[arrays.Ints, PlainValidator(arrays.as_experts), _LISTED]
+PerToken = Annotated[arrays.Floats, PlainValidator(arrays.one_or_many), _LISTED]
 Text = Annotated[str, AfterValidator(encodable)]
 TokenId = Annotated[int, Field(ge=0, lt=2**63)]
 

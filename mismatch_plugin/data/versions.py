@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Annotated
 
 import numpy as np
@@ -25,16 +24,6 @@ class WeightSpan(BaseModel):
     version: Annotated[str, AfterValidator(encodable)]
     start: int = Field(ge=0)
     end: int = Field(ge=0)
-
-
-def spans_of(versions: Sequence[str | int]) -> tuple[WeightSpan, ...]:
-    """Spans of one version a token."""
-    spans, start = [], 0
-    for version, run in groupby(versions):
-        end = start + len([*run])
-        spans.append(WeightSpan(version=str(version), start=start, end=end))
-        start = end
-    return tuple(spans)
 
 
 def version_number(version: str | int | None) -> int | None:
@@ -60,19 +49,16 @@ def number_versions(versions: Sequence[str]) -> dict[str, int]:
     for version in dict.fromkeys(versions):
         number = -1 if version == INITIAL_VERSION else version_number(version)
         if number is None:
-            raise ValueError(
-                f"weight version {version!r} does not end in a number: name versions by step, or pass version_numbers."
-            )
+            raise ValueError(f"weight version {version!r} does not end in a number: name versions by step.")
         if version != INITIAL_VERSION:
             stems.setdefault(version.rstrip("0123456789"), version)
         numbers[version] = number
         if (other := named.setdefault(number, version)) != version:
-            raise ValueError(f"weight versions {other!r} and {version!r} both mean {number}: pass version_numbers.")
+            raise ValueError(f"weight versions {other!r} and {version!r} both mean {number}: name versions by step.")
     if len(stems) > 1:
         first, second, *_ = stems.values()
         raise ValueError(
-            f"weight versions {first!r} and {second!r} are not one name with two numbers: name versions by step, or "
-            f"pass version_numbers."
+            f"weight versions {first!r} and {second!r} are not one name with two numbers: name versions by step."
         )
     return numbers
 

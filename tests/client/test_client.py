@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import mismatch_plugin as mp
-from mismatch_plugin.data.arrays import is_null, with_nulls
+from mismatch_plugin.data.arrays import is_null, listed
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.sglang.client import GenerateError, SGLangClient
@@ -213,7 +213,7 @@ def test_rescoring_also_of_the_vocabularys_last_id(size: int | None) -> None:
 
     with FaultyServer(respond) as server:
         scores = call(server, lambda client: client.rescore([np.array([7, 8, 9]), [4]]), vocab_size=size)
-        assert [with_nulls(row) for row in scores] == [[None, -0.08, -0.09], [None]]
+        assert [listed(row) for row in scores] == [[None, -0.08, -0.09], [None]]
         body = server.bodies("/generate")[-1]
         assert body["sampling_params"]["max_new_tokens"] == 0 and body["logprob_start_len"] == 0
 
