@@ -47,8 +47,7 @@ class SGLangClient(ServerControl):
     """Talks to the server at `url` and to nothing else. Use as an async context manager.
 
     Args:
-        url: http(s)://host:port. No redirect is followed and no proxy read from the environment. `user:password@` is
-            sent as basic authorisation; `self.url`, samples and messages are without it.
+        url: http(s)://host:port. No redirect is followed and no proxy read from the environment.
         concurrency: samples under way at once, over all calls of this client.
         timeout: seconds for one attempt at one request, from sending to the last byte of the answer.
         verify_updates: compare the weights that an update sent with those that serve then, where the server has our

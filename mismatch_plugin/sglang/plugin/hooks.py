@@ -125,9 +125,9 @@ def streamer_made(_: None, streamer: Any, *args: Any, **kwargs: Any) -> None:
 
 def add_to_replies(result: dict[str, list[Any]], streamer: Any, reqs: Any, *args: Any, **kwargs: Any) -> Any:
     """A list with one object for each request that ends in this step."""
-    told = None if _state is None else [_state.reply_parts(req) for req in reqs]
-    if not told or not any(told):
+    if _state is None or not any(req.finished() for req in reqs):
         return None
+    told = [[_state.reply(req)] if req.finished() else [] for req in reqs]
     tapped = [[taken] if req.finished() and (taken := _taps and _taps.reply(req)) else [] for req in reqs]
     return {**result, META_KEY: told, **({TAPS_KEY: tapped} if any(tapped) else {})}
 
