@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -238,9 +239,7 @@ def _unlisted(source: Source, names: set[str]) -> Iterator[Row]:
 # What TRL's GRPOTrainer makes of a batch, saved as a dict or as Parquet rows: prompt_ids, prompt_mask (left-padded),
 # completion_ids, completion_mask, advantages [B], tool_mask. It asks vLLM for log-probs after temperature and filters.
 
-
-def _read_trl(source: Source) -> Dump:
-    return read_columns(source, padded=["response_ids"], log_probs_of="filtered")
+_read_trl = partial(read_columns, padded=["response_ids"], log_probs_of="filtered")
 
 
 # SkyRL (a956457): torch.save(dict(batch), path) of its TrainingInputBatch. sequences [B, S] are padded on the left, and

@@ -16,7 +16,7 @@ from mismatch_plugin.core.validity import InvalidLogProbError, find_invalid, inv
 from mismatch_plugin.data.arrays import NULL, Bools, Floats, Ids
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import remaining_bias
-from mismatch_plugin.data.versions import first_without_version, number_versions, version_of_tokens
+from mismatch_plugin.data.versions import number_versions, version_of_tokens
 from mismatch_plugin.log_probs.arguments import RaggedSamplingMask
 from mismatch_plugin.parallel.kept_ids import check_kept_ids, ragged_mask
 
@@ -209,25 +209,23 @@ def _versions(
             "--rs-max-staleness counts weight versions back from trainer_version, which is missing: pass the version "
             "of the weights that are about to train."
         )
-    lengths = [len(mask) for mask in masks]
-    # Tokens behind the trained ones are not packed.
-    spans = [
-        [span for span in sample.weight_versions if span.start < min(span.end, length)]
-        for sample, length in zip(samples, lengths, strict=True)
-    ]
-    missing = [first_without_version(row, mask.numpy()) for row, mask in zip(spans, masks, strict=True)]
-    if needed and any(at is not None for at in missing):
-        name, at = next((name, at) for name, at in zip(names, missing, strict=True) if at is not None)
+    known = dict.fromkeys(span.version for sample in samples for span in sample.weight_versions)
+    codes = {version: code for code, version in enumerate(known)}
+    rows = [version_of_tokens(s.weight_versions, codes, len(mask)) for s, mask in zip(samples, masks, strict=True)]
+    lacking = [np.flatnonzero(mask.numpy() & (row < 0)) for row, mask in zip(rows, masks, strict=True)]
+    name, missing = next(((name, at) for name, at in zip(names, lacking, strict=True) if len(at)), (None, None))
+    if needed and missing is not None:
         raise ValueError(
-            f"sample {name}, position {at} has no weight version: let the server name its weights (weight_version of "
-            f"its update requests) and keep weight_versions of its replies, or leave --rs-max-staleness out."
+            f"sample {name}, position {missing[0]} has no weight version: let the server name its weights "
+            f"(weight_version of its update requests) and keep weight_versions of its replies, or leave "
+            f"--rs-max-staleness out."
         )
-    told = [span.version for row in spans for span in row]
+    told = [version for version, code in codes.items() if any((row == code).any() for row in rows)]
     if isinstance(trainer, str):
         trainer = number_versions([*told, trainer])[trainer]
     if not told:
         return None, trainer
-    if any(at is not None for at in missing):
+    if missing is not None:
         warnings.warn(
             "some training tokens have no weight version and others do: no metric by version for this batch.",
             MismatchWarning,
@@ -235,7 +233,6 @@ def _versions(
         )
         return None, trainer
     numbers = number_versions(told)
-    # Tokens under the mask (tool results) were sampled from no weights; any number of the batch will do.
-    other = numbers[told[0]]
-    rows = [version_of_tokens(row, numbers, length, other) for row, length in zip(spans, lengths, strict=True)]
-    return [torch.from_numpy(row) for row in rows], trainer
+    # Tokens under the mask (tool results) were sampled from no weights: their code is -1, and any number will do.
+    table = torch.tensor([numbers.get(version, numbers[told[0]]) for version in codes])
+    return [table[torch.from_numpy(row)] for row in rows], trainer

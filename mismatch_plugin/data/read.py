@@ -178,13 +178,11 @@ def _partners(samples: Sequence[Sample], side: Sequence[Sample]) -> Sequence[int
         before[sample.step] += 1
     told: list[Any] = [(one.step, one.index) if by_step else one.index for one in side]
     told = [at if "index" in one.model_fields_set else None for at, one in zip(told, side, strict=True)]
-    keys: dict[str, tuple[list[Any], list[Any]]] = {
-        "sample_id": ([one.sample_id for one in samples], [one.sample_id for one in side]),
-        "index": (places, told),
-    }
-    complete = [key for key, (_, theirs) in keys.items() if None not in theirs]
+    ids: list[Any] = [one.sample_id for one in side]
+    keys = [("sample_id", [one.sample_id for one in samples], ids), ("index", places, told)]
+    complete = [key for key in keys if None not in key[2]]
     if not complete:
-        if any(value is not None for _, theirs in keys.values() for value in theirs):
+        if any(value is not None for value in (*ids, *told)):
             raise InputError(
                 "some lines of the training file have a sample_id or index and some none: give all or none."
             )
@@ -195,9 +193,8 @@ def _partners(samples: Sequence[Sample], side: Sequence[Sample]) -> Sequence[int
             )
         return range(len(samples))
     # A dump may give one sample_id to several responses and still tell their places.
-    unique = [key for key in complete if all(len({*values}) == len(values) for values in keys[key])]
-    key = (unique or complete)[0]
-    ours, theirs = keys[key]
+    unique = [key for key in complete if all(len({*values}) == len(values) for values in key[1:])]
+    key, ours, theirs = (unique or complete)[0]
     for values, what in ((theirs, "the training file has"), (ours, "the records have")):
         if len({*values}) < len(values):
             raise InputError(f"{what} {key} {Counter(values).most_common(1)[0][0]!r} twice: it must name one record.")

@@ -9,7 +9,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from mismatch_plugin.data.arrays import Bools, Ids
+from mismatch_plugin.data.arrays import Ids
 from mismatch_plugin.files import encodable
 
 INITIAL_VERSION = "default"
@@ -61,14 +61,6 @@ def number_versions(versions: Sequence[str]) -> dict[str, int]:
             f"weight versions {first!r} and {second!r} are not one name with two numbers: name versions by step."
         )
     return numbers
-
-
-def first_without_version(spans: Sequence[WeightSpan], mask: Bools) -> int | None:
-    """The first position that trains and has no version."""
-    open_ = mask.copy()
-    for span in spans:
-        open_[span.start : span.end] = False
-    return int(open_.argmax()) if open_.any() else None
 
 
 def version_of_tokens(spans: Sequence[WeightSpan], numbers: Mapping[str, int], length: int, other: int = -1) -> Ids:

@@ -28,7 +28,6 @@ FailureKind = Literal[
     "refused",  # status 4xx: asking again would not help
     "content",  # a 2xx or 3xx that is no JSON reply
     "reply",  # JSON that does not fit the request: log-probs lost, length changed, …
-    "log_probs",  # an invalid log-prob, under the policy `error`
     "weights",  # sampled from others than this client's last update brought
 ]
 

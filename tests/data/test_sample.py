@@ -15,7 +15,7 @@ from mismatch_plugin.data.arrays import NULL, is_null
 from mismatch_plugin.data.files import row_of, write_samples
 from mismatch_plugin.data.read import read
 from mismatch_plugin.data.sample import Sample
-from mismatch_plugin.data.versions import first_without_version, number_versions, version_number
+from mismatch_plugin.data.versions import number_versions, version_number
 from tests.data.dumps import spans_of
 
 VALUES = [None, math.nan, math.inf, -math.inf, -0.1, -1e-300, 0.0, -0.0]
@@ -139,5 +139,3 @@ def test_versions_are_numbered_by_step() -> None:
     with pytest.raises(ValueError, match="'3fa92b17' and '9bc81d4' are not one name with two numbers"):
         number_versions(["default", "3fa92b17", "9bc81d4"])  # the second would count as the older one
     assert [version_number(v) for v in ("v12", 12, "x", "7" * 19, None)] == [12, 12, None, None, None]
-    mask = np.array([True, False, True])
-    assert first_without_version(spans_of(["a"]), mask) == 2 and first_without_version(spans_of("aab"), mask) is None

@@ -14,10 +14,9 @@ from mismatch_plugin.data.served import META_KEY
 from mismatch_plugin.sglang.modules import TAPS_KEY
 from mismatch_plugin.sglang.plugin.state import ServerState
 from mismatch_plugin.sglang.plugin.taps import Taps
-from mismatch_plugin.sglang.plugin.weights import all_ready
+from mismatch_plugin.sglang.plugin.weights import REQUIRE, all_ready
 
 logger = logging.getLogger("mismatch_plugin")
-REQUIRE = "MISMATCH_REQUIRE_CHANGE"
 _state: ServerState | None = None
 """Of this scheduler process."""
 _taps: Taps | None = None

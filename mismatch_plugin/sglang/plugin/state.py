@@ -17,7 +17,6 @@ from mismatch_plugin.sglang.plugin.weights import LoadedWeights
 
 logger = logging.getLogger("mismatch_plugin")
 _TOP_K_OFF = 1 << 30
-_LONGEST_ID = 200
 _EVENTS = "mismatch_plugin_events"
 """Attribute of SGLang's requests: (fingerprint, since, tokens) of the weights that made tokens up to there."""
 _PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "min_new_tokens": 0}
@@ -200,8 +199,7 @@ def facts(scheduler: Any) -> dict[str, Any]:
     context = _module("sglang.srt.runtime_context")
     parallel = context.get_parallel()
     settings = {**vars(scheduler.server_args), **context.get_context().resolved_server_args_dict()}
-    given = " ".join(os.environ.get("MISMATCH_SERVER_ID", "").encode(errors="replace").decode().split())
-    name = given[:_LONGEST_ID] or f"{socket.gethostname()}:{settings['port']}/{os.getppid()}"
+    name = os.environ.get("MISMATCH_SERVER_ID") or f"{socket.gethostname()}:{settings['port']}/{os.getppid()}"
     processor, model = getattr(runner.model, "logits_processor", None), scheduler.model_config
     dtype, cache_dtype = (str(kind).removeprefix("torch.") for kind in (model.dtype, runner.kv_cache_dtype))
     return {
