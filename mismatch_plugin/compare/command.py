@@ -251,10 +251,7 @@ def open_folder(folder: Path, chosen: dict[str, Any], resume: bool) -> None:
         return
     if not resume:
         raise ValueError(f"{folder} holds a run already: add --resume to go on with it, or choose another --output.")
-    try:
-        before = read_json_object(record)
-    except ValueError as error:
-        raise ValueError(f"{error} It says what the run is: restore it, or choose another --output.") from None
+    before = read_json_object(record)
     same = ("settings", "plan", "seeds", "lab", "about_settings")
     for name, old, new in differences({key: before.get(key) for key in same}, {key: chosen[key] for key in same}):
         raise ValueError(

@@ -37,8 +37,6 @@ def listed(values: np.ndarray[Any, Any]) -> list[Any]:
 def vector(value: Any, integers: bool = False) -> np.ndarray[Any, Any]:
     """[n] numbers of a list, tensor or array. Raises ValueError for another shape and for what is no number."""
     if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided or value.is_complex() or value.is_quantized:
-            raise ValueError(f"is a {value.layout} tensor of {value.dtype}: save a plain one of numbers")
         value = value.detach().cpu()
         value = (value.double() if value.dtype.is_floating_point else value).numpy()
     if isinstance(value, np.ndarray):

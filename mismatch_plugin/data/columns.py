@@ -309,7 +309,9 @@ class _RowReader:
             self.counts["{count} samples are taken out by the trainer: no token of them trains"] += 1
             trained[:] = False
         sample_id, group, step = (self.get(what, scalar) for what in ("sample_id", "group", "step"))
-        served = self._served(row.get("metadata"), n)
+        served, temperature = self._served(row.get("metadata"), n), self.get("temperature", number)
+        if "temperature" not in self.names and (served is None or served.temperature is None):
+            self.counts[NO_TEMPERATURE] += 1
         prompt_ids = prompt if len(prompt) else None
         found = {
             "response_ids": response,
@@ -317,7 +319,7 @@ class _RowReader:
             "rollout_log_probs": log_probs("rollout_log_probs"),
             "log_probs_of": self.log_probs_of,
             "loss_mask": trained,
-            "sampling": self._sampling(served),
+            "sampling": None if temperature is None else {"temperature": temperature},
             "weight_versions": self._versions(trained),
             "advantages": one_each("advantages", one_or_many),
             "sample_id": None if sample_id is None else str(sample_id),
@@ -413,13 +415,6 @@ class _RowReader:
         slices = {width - 1: slice(begin - 1, end - 1)} if begin else {}
         return raw[start:begin].copy(), raw[begin:end].copy(), {**slices, width: slice(begin, end)}
 
-    def _sampling(self, served: Served | None) -> dict[str, float] | None:
-        """What the dump tells of the temperature. None: nothing, or the server does."""
-        value = self.get("temperature", number)
-        if value is None and "temperature" not in self.names and (served is None or served.temperature is None):
-            self.counts[NO_TEMPERATURE] += 1
-        return None if value is None else {"temperature": value}
-
     def _served(self, metadata: Any, n: int) -> Served | None:
         """What slime and miles keep with our hooks. The response may have lost its last tokens since."""
         told = metadata.get(META_KEY) if isinstance(metadata, Mapping) else None
@@ -428,7 +423,11 @@ class _RowReader:
         except ValidationError:
             self.counts[f"{{count}} samples have metadata {META_KEY} that cannot be read"] += 1
             return None
-        return served and served.model_copy(update={"weights": _until(n, served.weights)})
+        if served is None:
+            return None
+        before = [span for span in served.weights if span.start < min(span.end, n)]
+        weights = [span.model_copy(update={"end": min(span.end, n)}) for span in before]
+        return served.model_copy(update={"weights": weights})
 
     def _versions(self, trained: Bools) -> list[WeightSpan] | None:
         """One version: of the whole response. As many as turns: one a turn. Else it is not told which is whose."""
@@ -458,11 +457,6 @@ def _end(mask: Bools) -> int:
     """Behind the last 1."""
     ones = np.flatnonzero(mask)
     return int(ones[-1]) + 1 if len(ones) else 0
-
-
-def _until(end: int, spans: Iterable[Any]) -> list[Any]:
-    """What the spans say of the tokens before `end`."""
-    return [span.model_copy(update={"end": min(span.end, end)}) for span in spans if span.start < min(span.end, end)]
 
 
 def _reward(value: Any) -> float | None:

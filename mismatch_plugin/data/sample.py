@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -22,9 +21,8 @@ from pydantic import (
 
 from mismatch_plugin.data import arrays
 from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.data.served import Served, ServedWeights
+from mismatch_plugin.data.served import Served, ServedWeights, Text
 from mismatch_plugin.data.versions import WeightSpan
-from mismatch_plugin.files import encodable
 
 FinishReason = Literal["stop", "length", "abort"]
 LogProbsOf = Literal["raw", "tempered", "filtered"]
@@ -38,7 +36,6 @@ Floats = Annotated[arrays.Floats, PlainValidator(arrays.as_floats), _LISTED]
 Bools = Annotated[arrays.Bools, PlainValidator(arrays.as_mask), _LISTED]
 Experts = Annotated[arrays.Ints, PlainValidator(arrays.as_experts), _LISTED]
 PerToken = Annotated[arrays.Floats, PlainValidator(arrays.one_or_many), _LISTED]
-Text = Annotated[str, AfterValidator(encodable)]
 TokenId = Annotated[int, Field(ge=0, lt=2**63)]
 
 

@@ -40,11 +40,10 @@ def version_number(version: str | int | None) -> int | None:
 def number_versions(versions: Sequence[str]) -> dict[str, int]:
     """A number for each weight version, in the order of training: the integer that its name is or ends with.
 
-    SGLang's own "default" is −1. Raises ValueError for any other name, if two names get the same number, and where what
-    stands before the number is not the same in all of them: hexadecimal digests end in digits that mean nothing.
+    SGLang's own "default" is −1. Raises ValueError for any other name, and where what stands before the number is not
+    the same in all of them: hexadecimal digests end in digits that mean nothing.
     """
     numbers: dict[str, int] = {}
-    named: dict[int, str] = {}
     stems: dict[str, str] = {}
     for version in dict.fromkeys(versions):
         number = -1 if version == INITIAL_VERSION else version_number(version)
@@ -53,8 +52,6 @@ def number_versions(versions: Sequence[str]) -> dict[str, int]:
         if version != INITIAL_VERSION:
             stems.setdefault(version.rstrip("0123456789"), version)
         numbers[version] = number
-        if (other := named.setdefault(number, version)) != version:
-            raise ValueError(f"weight versions {other!r} and {version!r} both mean {number}: name versions by step.")
     if len(stems) > 1:
         first, second, *_ = stems.values()
         raise ValueError(

@@ -123,7 +123,7 @@ def test_a_folder_is_never_overwritten_and_resumed_with_the_same_alone(tmp_path:
     with pytest.raises(ValueError, match="holds a run already: add --resume"):
         open_folder(folder, first, resume=False)
     record.write_text('{"seeds": 1, "sett')
-    with pytest.raises(ValueError, match=r"run\.json is damaged: .*It says what the run is: restore it"):
+    with pytest.raises(ValueError, match=r"run\.json is damaged: "):
         open_folder(folder, first, resume=True)
     lock = hold(folder)
     with pytest.raises(ValueError, match="another compare is writing to"):
