@@ -119,18 +119,13 @@ def _read_slime(source: Source) -> Dump:
 # and "qkv_format". Ranks of one tensor parallel group hold the same samples, pipeline stages before the last no
 # log-probs, and context parallel ranks slices of them: two chunks of 2 · cp_size, one from each end.
 
+_is_rank = _has("rollout_id", "rollout_data")
+_is_miles = _has("rollout_id", "rollout_data", "cp_size")
 _SLICED = ("rollout_log_probs", "log_probs", "advantages", "entropy")
 _WHOLE = (
     *("tokens", "loss_masks", "response_lengths", "total_lengths", "weight_versions", "weight_fingerprint"),
     *("trainer_weight_version", "max_seq_lens"),
 )
-
-
-_is_rank = _has("rollout_id", "rollout_data", kind="torch")
-
-
-def _is_older_slime(source: Source) -> bool:
-    return _is_rank(source) and not {"cp_rank", "cp_size"} & {*source.keys}
 
 
 def _read_ranks(sources: Iterable[Source]) -> Dump:
@@ -271,8 +266,8 @@ _ALL = (
         _has("rollout_id", "samples", kind="torch"),
         _read_slime,
     ),
-    Format("slime_train", "older slime's train data, one file a rank", _is_older_slime, _read_ranks, spread=True),
-    Format("miles_train", "miles' --save-debug-train-data, one file a rank", _is_rank, _read_ranks, spread=True),
+    Format("miles_train", "miles' --save-debug-train-data, one file a rank", _is_miles, _read_ranks, True),
+    Format("slime_train", "older slime's train data, one file a rank", _is_rank, _read_ranks, True),
     Format("verl", "verl's tensors in a dict", _is_verl, _read_verl),
     Format("nemo_rl", "NeMo-RL's train_data_step*.jsonl, or its tensors", _has("generation_logprobs"), _read_nemo),
     # prime-rl (559b447), enable_token_export: a sequence a line, entry t is of token t.

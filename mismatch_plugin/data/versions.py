@@ -31,8 +31,6 @@ def version_number(version: str | int | None) -> int | None:
 
     More than 18 digits are a hash or a time, no count of steps, and do not fit 64 bits.
     """
-    if isinstance(version, int) and abs(version) >= 10**18:
-        return None  # Python refuses to write numbers of 5000 digits
     found = re.search(r"(?<![0-9])[0-9]{1,18}$", str(version))
     return int(found[0]) if found else None
 

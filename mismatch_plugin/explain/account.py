@@ -1,4 +1,4 @@
-"""What a setting makes of every token, by the functions that train, with a worked example: no formula is written here."""
+"""What a setting makes of every token, by the functions that train, and a worked example: no formula is here."""
 
 from __future__ import annotations
 

@@ -65,13 +65,13 @@ def _stage(before: Sequence[Mapping[str, Digest]] | None, after: Sequence[Mappin
     """Of its ranks. One shard alone may stay: a part of the vocabulary, or an expert, of which no token was."""
     if before is None:
         return Stage(combined(after))
-    same = [{name for name, new in now.items() if old.get(name) == new} for old, now in zip(before, after, strict=True)]
-    matrices = [{name for name, (_, _, dimensions) in now.items() if dimensions > 1} for now in after]
-    idle = [own for own, of_rank in zip(same, matrices, strict=True) if of_rank and of_rank <= own]
-    names = dict.fromkeys(name for now in after for name in now)
-    changed = set().union(*(now.keys() - own for now, own in zip(after, same, strict=True)))
-    everywhere = [name for name in names if name not in changed]
-    return Stage(combined(after), everywhere, [*everywhere, *set().union(*idle).difference(everywhere)])
+    whole = combined(after)
+    matrices = {name for name, (_, _, dimensions) in whole.items() if dimensions > 1}
+    kept = [{name for name, new in now.items() if old.get(name) == new} for old, now in zip(before, after, strict=True)]
+    changed = {name for now, own in zip(after, kept, strict=True) for name in now.keys() - own}
+    idle = [own for now, own in zip(after, kept, strict=True) if now.keys() & matrices and now.keys() & matrices <= own]
+    same = whole.keys() - changed
+    return Stage(whole, sorted(same), sorted(same.union(*idle)))
 
 
 class LoadedWeights:
