@@ -158,16 +158,15 @@ def _fit(sample: Sample, name: object, values: Floats) -> tuple[int, list[str]]:
         # In a list of another length nobody knows which token lacks its log-prob.
         what = f"{len(values)} for {length} response tokens (kind length)"
         return 0, [f"rollout log-probs of sample {name}: {what}"] if length else []
-    if sample.trained_ids is None:
-        return length, []
-    shared = min(length, len(sample.trained_ids))
-    other = np.flatnonzero(sample.response_ids[:shared] != sample.trained_ids[:shared])
+    trained = _trained_ids(sample)
+    shared = min(length, len(trained))
+    other = np.flatnonzero(sample.response_ids[:shared] != trained[:shared])
     if len(other):
         at = int(other[0])
-        says = f"position {at}: {sample.response_ids[at]} was sampled, {sample.trained_ids[at]} is trained on"
+        says = f"position {at}: {sample.response_ids[at]} was sampled, {trained[at]} is trained on"
         return at, [f"token id of sample {name}, {says} (kind token_ids)"]
-    if length != len(sample.trained_ids):
-        says = f"{length} tokens were sampled, {len(sample.trained_ids)} are trained on (kind length)"
+    if length != len(trained):
+        says = f"{length} tokens were sampled, {len(trained)} are trained on (kind length)"
         return shared, [f"response of sample {name}: {says}"]
     return length, []
 

@@ -11,6 +11,7 @@ from mismatch_plugin.config import ALGORITHM_NAMES, Criterion, MismatchConfig, M
 from mismatch_plugin.config.fields import leaf_fields, value_and_default
 from mismatch_plugin.config.presets import PRESETS, THREE_POLICIES, Preset, find_preset
 from mismatch_plugin.config.units import UNITS, Unit
+from mismatch_plugin.core.units import ActingBounds
 from mismatch_plugin.report.table import NOTHING, Table
 
 LENGTHS = (100, 1000, 10_000)
@@ -139,7 +140,8 @@ def expected_kept(config: MismatchConfig, kl: float, length: int) -> float | Non
     """
     share, bounds = 1.0, list[tuple[Unit, float, float]]()
     if config.weighted and config.tis.mode == "mask":
-        bounds.append((config.unit, _log(config.tis.lower), _log(config.tis.upper)))
+        own = ActingBounds(config.unit, config.tis.lower, config.tis.upper)
+        bounds.append((own.unit, own.log_lower, own.log_upper))
     for criterion in config.criteria:
         lower, upper = criterion.log_bounds
         low, high = -math.inf if lower is None else lower, math.inf if upper is None else upper
@@ -202,7 +204,3 @@ def _gamma(x: float, mean: float, variance: float) -> float:
     """P(gamma variable ≤ x), by Wilson and Hilferty's cube root."""
     c = variance / mean**2 / 9
     return _NORMAL.cdf(((x / mean) ** (1 / 3) - (1 - c)) / math.sqrt(c))
-
-
-def _log(bound: float) -> float:
-    return math.log(bound) if bound > 0 else -math.inf

@@ -184,7 +184,7 @@ class SGLangClient(ServerControl):
         ids, total = _token_ids(prompts), len(prompts) * each
         if total and not self._asked:
             try:
-                await self._ask_server(timeout=min(self._server.connect_timeout, self._server.timeout))
+                await self.server_info(attempts=1, timeout=min(self._server.connect_timeout, self._server.timeout))
                 self._asked = True
             except RequestError as error:
                 self._asked = error.kind not in ("connection", "closed")  # then it is asked again

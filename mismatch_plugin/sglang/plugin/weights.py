@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -36,12 +37,11 @@ def all_ready(ready: bool) -> bool:
     store = dist.distributed_c10d._get_default_store()
     keys = [f"mismatch_plugin/ready/{rank}" for rank in range(dist.get_world_size())]
     store.set(keys[dist.get_rank()], __version__ if ready else "no")
-    try:
+    verdict = "off"
+    with suppress(dist.DistStoreError):
         store.wait(keys, _PATIENCE)
-        told = {store.get(key) for key in keys}
-        verdict = "on" if told == {__version__.encode()} else "off"
-    except dist.DistStoreError:
-        verdict = "off"
+        if {store.get(key) for key in keys} == {__version__.encode()}:
+            verdict = "on"
     return store.compare_set("mismatch_plugin/verdict", "", verdict) == b"on"
 
 
