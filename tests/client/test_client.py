@@ -282,22 +282,6 @@ def test_a_server_that_tells_nothing_of_itself_is_taken_as_it_is(answer: Reply) 
         assert len([path for path in server.paths() if path.endswith("_info")]) <= 2  # asked once
 
 
-# Lanes and closing ----------------------------------------------------------------------------------------------------
-
-
-def test_a_request_given_up_at_any_step_leaves_its_lane_usable() -> None:
-    async def run(client: SGLangClient) -> None:
-        for steps in range(1, 100, 1 if FULL else 3):
-            task = asyncio.create_task(client.generate([[1]], THREE))
-            for _ in range(steps):
-                await asyncio.sleep(0)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            assert len(await client.generate([[2]], THREE)) == 1, steps
-
-    call(honest, run, concurrency=1, timeout=240, retries=0)
-
-
 @pytest.mark.parametrize(("attempts", "kind"), [(1, "connection"), (100, "closed")])
 def test_a_closed_client_sends_nothing_more_and_loses_nothing_that_had_come(attempts: int, kind: str) -> None:
     def respond(request: Request) -> Reply:

@@ -224,6 +224,8 @@ def test_the_mask_follows_the_rows_that_train() -> None:
     assert mask is not None and mask.offsets.tolist() == [0, 3, 6, 9, 9, 9]
     assert drawn.kept_ids is not None and mask.token_ids.tolist() == [i for row in drawn.kept_ids for i in row]
     assert sampling_mask([second]) is None
+    with pytest.raises(ValueError, match="some samples have behaviour_log_probs"):
+        pack([drawn, second])
     with pytest.raises(ValueError, match="sample 1 was sampled with filters"):
         sampling_mask([drawn, sampled([-1.0], sampling={"top_k": 3})])
     lost = [*drawn.kept_ids[:2], [int(drawn.response_ids[2]) + 1]]
@@ -231,9 +233,3 @@ def test_the_mask_follows_the_rows_that_train() -> None:
     with pytest.raises(ValueError, match=r"sample q5, position 2: the sampled id \d+ is not among the 1 kept"):
         sampling_mask([drawn, wrong])
     assert sampling_mask([wrong.replace(loss_mask=[1, 1, 0])]) is not None
-
-
-def test_mixtures_of_log_probs_are_refused() -> None:
-    drawn, plain = filtered()[1], sampled([-1.0])
-    with pytest.raises(ValueError, match="some samples have behaviour_log_probs"):
-        pack([drawn, plain])
