@@ -167,7 +167,8 @@ class ServerState:
     def _spans(self, req: Any) -> list[dict[str, Any]]:
         """[start, end) and the fingerprint of the weights that made these tokens, over the whole response."""
         self.weights.complete()
-        length = _length(req)
+        # Without those that were computed behind the response's end.
+        length = len(req.output_ids) if req.finished_len is None else req.finished_len
         again = req.input_embeds is not None and req.retraction_count  # then SGLang samples all its tokens again
         events = () if again else getattr(req, _EVENTS, ())
         spans: list[dict[str, Any]] = []
@@ -226,11 +227,6 @@ def facts(scheduler: Any) -> dict[str, Any]:
 def label() -> str:
     """The weight version that SGLang would name now."""
     return str(_module("sglang.srt.runtime_context").get_serving().weight_version)
-
-
-def _length(req: Any) -> int:
-    """Tokens of the response, without those that were computed behind its end."""
-    return len(req.output_ids) if req.finished_len is None else req.finished_len
 
 
 @cache
