@@ -427,6 +427,9 @@ class _RowReader:
         told = self.get("weight_versions", lambda value: value if isinstance(value, (list, tuple)) else [scalar(value)])
         if not told or not len(trained):
             return None
+        if not all(isinstance(version, (str, int)) for version in told):
+            self.counts[f"{self.names['weight_versions']} is not read: give text or a number"] += 1
+            return None
         turns = np.flatnonzero(np.diff(trained.astype(np.int8), prepend=0, append=0)).reshape(-1, 2).tolist()
         if len({*map(str, told)}) == 1:
             told, turns = told[:1], [[0, len(trained)]]
