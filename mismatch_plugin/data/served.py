@@ -15,9 +15,9 @@ Text = Annotated[str, AfterValidator(encodable)]
 
 
 def last_told(told: Any) -> Any:
-    """The object of a reply's `meta_info`, which SGLang puts into a list. None: none."""
-    if isinstance(told, list) and len(told) < 2:
-        return told[0] if told else None
+    """The object of a reply's `meta_info`, which SGLang puts into a list, perhaps behind nulls. None: none."""
+    if isinstance(told, list) and all(item is None for item in told[:-1]):
+        return told[-1] if told else None
     return told
 
 

@@ -206,7 +206,7 @@ def read_reply(value: Any) -> Sample:
     return parse_generate({"output_ids": [2, 3], "text": "", "meta_info": meta}, [1])
 
 
-@pytest.mark.parametrize("value", [SERVED, [SERVED], {**SERVED, "of_a_newer_plugin": 1}, None, []])
+@pytest.mark.parametrize("value", [SERVED, [SERVED], [None, SERVED], {**SERVED, "of_a_newer_plugin": 1}, None, []])
 def test_what_the_plugin_told_is_read_from_a_reply(value: Any) -> None:
     sample = read_reply(value)
     assert (sample.served is None) == (not value)
