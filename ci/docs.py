@@ -22,7 +22,7 @@ from ci.methods import TABLES as METHODS
 from ci.speed import TABLES as SPEED
 from ci.tables import TABLES
 from ci.trainers import TABLES as TRAINERS
-from mismatch_plugin.explain.example import explain_table
+from mismatch_plugin.explain.account import explain_table
 from mismatch_plugin.report.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent

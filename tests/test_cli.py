@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import mismatch_plugin
 from mismatch_plugin.cli import app
 from mismatch_plugin.config.presets import PRESETS
-from mismatch_plugin.explain.example import explain_table
+from mismatch_plugin.explain.account import explain_table
 from mismatch_plugin.report.presets import preset_table, presets_table
 
 
@@ -25,7 +25,7 @@ def output_of(*arguments: str, status: int = 0, columns: int = 200) -> str:
 
 
 def test_version_and_help_import_nothing_heavy_and_name_the_commands():
-    heavy = ("explain.example", "explain.account", "report.presets")
+    heavy = ("explain.account", "report.presets")
     names = (*(f"mismatch_plugin.{name}" for name in heavy), "matplotlib", "transformers", "aiohttp", "megatron")
     code = f"import sys, mismatch_plugin.cli; print([name for name in {names} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import IO, Annotated, Any, BinaryIO
+from typing import IO, Annotated, Any
 
 import torch
 import typer
@@ -108,7 +108,10 @@ def compare(
         chosen = choose(_listed(algorithms), seeds, first_seed, _listed(settings), given, full, quick)
         planned = blocks(output, chosen)
         open_folder(output, chosen, resume)
-        lock = hold(output)
+        lock = lock_file(output / ".lock")
+    except BlockingIOError:
+        said = f"another compare is writing to {output}: wait for it, or choose another --output."
+        raise typer.BadParameter(said) from None
     except ValidationError as error:
         raise typer.BadParameter(str(plain_error(error, Settings))) from None
     except (ValueError, OSError) as error:
@@ -251,24 +254,13 @@ def open_folder(folder: Path, chosen: dict[str, Any], resume: bool) -> None:
         return
     if not resume:
         raise ValueError(f"{folder} holds a run already: add --resume to go on with it, or choose another --output.")
-    try:
-        before = read_json_object(record)
-    except ValueError as error:
-        raise ValueError(f"{error} It says what the run is: restore it, or choose another --output.") from None
+    before = read_json_object(record)
     same = ("settings", "plan", "seeds", "lab", "about_settings")
     for name, old, new in differences({key: before.get(key) for key in same}, {key: chosen[key] for key in same}):
         raise ValueError(
             f"{folder} holds a run with {name} {old!s:.80}, now {new!s:.80}: resume it with the same, or choose "
             f"another --output."
         )
-
-
-def hold(folder: Path) -> BinaryIO | None:
-    """The folder's lock, see `lock_file`. Raises ValueError where another process has it."""
-    try:
-        return lock_file(folder / ".lock")
-    except BlockingIOError:
-        raise ValueError(f"another compare is writing to {folder}: wait for it, or choose another --output.") from None
 
 
 def run_block(block: Block, warm: Path, report: Callable[[int], None]) -> None:

@@ -14,7 +14,6 @@ Shapes: N runs, P prompts and B responses a run, T positions, R of them the resp
 
 from __future__ import annotations
 
-import io
 import math
 import zlib
 from collections.abc import Iterator, Sequence
@@ -372,7 +371,7 @@ def warm_up(settings: Settings, seeds: Sequence[int]) -> Weights:
 def warm_weights(settings: Settings, seeds: Sequence[int], cache: Path | None = None) -> Weights:
     """`warm_up` of every seed, [S, …] in their order. The folder `cache` keeps them, a file a seed.
 
-    Raises OSError where a file cannot be written; one that cannot be read is made again.
+    One that cannot be read is made again.
     """
     found: dict[int, Weights] = {}
     files = {seed: cache / settings.warm_up_key(seed) for seed in seeds} if cache else {}
@@ -384,8 +383,6 @@ def warm_weights(settings: Settings, seeds: Sequence[int], cache: Path | None = 
         found |= {s: map_weights(trained, lambda weight, i=i: weight[i].clone()) for i, s in enumerate(missing)}
     for seed in files.keys() & missing:
         files[seed].parent.mkdir(parents=True, exist_ok=True)
-        data = io.BytesIO()  # torch.save to a full disk raises a sentence about its streams
-        torch.save(found[seed], data)
         with replacing(files[seed]) as part:
-            part.write_bytes(data.getvalue())
+            torch.save(found[seed], part)
     return {name: torch.stack([found[seed][name] for seed in seeds]) for name in found[seeds[0]]}

@@ -20,7 +20,7 @@ from scipy import stats
 
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.files import read_json_object
-from mismatch_plugin.report.log import read_records
+from mismatch_plugin.report.log import number_in, read_records
 
 Array = NDArray[np.float64]
 
@@ -193,7 +193,7 @@ def _read_run(folder: Path, config: dict[str, Any]) -> tuple[Run | None, list[st
     bad, last, notes = 0, 0, list[str]()
     for record in read_records(folder / "metrics.jsonl"):
         step = None if record is None else record.get("step", last + 1)
-        if record is None or not isinstance(step, int | float) or not abs(step) < 2**53 or step != int(step):
+        if record is None or not isinstance(step, int | float) or step % 1:
             bad += 1
             continue
         last = int(step)
@@ -212,19 +212,16 @@ def _read_run(folder: Path, config: dict[str, Any]) -> tuple[Run | None, list[st
         notes.append(f"{why}; left out of every comparison.")
     steps = np.array(sorted(records), dtype=np.float64)
     rows = [{**records[step], **mapping(records[step].get("metrics"))} for step in sorted(records)]
-    columns = {c: np.array([_number(row.get(c)) for row in rows]) for c in COLUMNS if any(c in row for row in rows)}
+    written = [c for c in COLUMNS if any(c in row for row in rows)]
+    columns = {c: np.array([number_in(row.get(c)) for row in rows], dtype=float) for c in written}  # None is NaN
     if diverged:
         broken = ~np.isfinite(columns.get("grad_norm", np.zeros(len(steps)))) & (steps > 0)
         after = steps >= (steps[broken].min() if broken.any() else steps[-1])
         columns |= {name: np.where(after, 0.0, columns[name]) for name in OUTCOMES if name in columns}
     for column in ("reward", "exact", *(() if diverged else ("grad_norm",))):  # step 0 is an evaluation alone
-        if lost := int(np.isnan(columns.get(column, steps)[steps > 0]).sum()):
+        if lost := int((~np.isfinite(columns.get(column, steps)[steps > 0])).sum()):
             notes.append(f"{column} is no finite number at {lost} step{'s' * (lost > 1)}.")
     return Run(steps, columns, config, finished, diverged), notes
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else math.nan
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,10 @@ def is_null(values: Floats) -> Bools:
     return values.view(np.int64) == _NULL_BITS
 
 
-def with_nulls(values: Floats) -> list[float | None]:
-    """As JSON has them: null where there was none."""
-    found: list[float | None] = values.tolist()
-    for at in np.flatnonzero(is_null(values)):
+def listed(values: np.ndarray[Any, Any]) -> list[Any]:
+    """As JSON has them: null where there was no value, 1 and 0 for a mask."""
+    found: list[Any] = (values.view(np.int8) if values.dtype.kind == "b" else values).tolist()
+    for at in np.flatnonzero(is_null(values)) if values.dtype.kind == "f" else ():
         found[at] = None
     return found
 
@@ -36,8 +37,6 @@ def with_nulls(values: Floats) -> list[float | None]:
 def vector(value: Any, integers: bool = False) -> np.ndarray[Any, Any]:
     """[n] numbers of a list, tensor or array. Raises ValueError for another shape and for what is no number."""
     if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided or value.is_complex() or value.is_quantized:
-            raise ValueError(f"is a {value.layout} tensor of {value.dtype}: save a plain one of numbers")
         value = value.detach().cpu()
         value = (value.double() if value.dtype.is_floating_point else value).numpy()
     if isinstance(value, np.ndarray):
@@ -69,11 +68,8 @@ def as_ids(value: Any) -> Ids:
 
 def as_floats(value: Any) -> Floats:
     """[n] log-probs: NULL for null, and NaN and infinities also as the strings that JSON has for them."""
-    if isinstance(value, (list, tuple)):
-        try:
-            return np.frombuffer(array("d", value), dtype=np.float64)
-        except (TypeError, OverflowError):
-            value = [_WORDS.get(item, item) if item is None or isinstance(item, str) else item for item in value]
+    if isinstance(value, (list, tuple)) and {*map(type, value)} & {NoneType, str}:
+        value = [_WORDS.get(item, item) if item is None or isinstance(item, str) else item for item in value]
     found = vector(value).astype(np.float64, copy=False)
     return found if found.flags.writeable else found.copy()  # torch takes no array of Arrow's memory
 
@@ -89,10 +85,7 @@ def one_or_many(value: Any) -> Floats:
 
 def as_mask(value: Any) -> Bools:
     """[n] booleans of numbers that are 0 or 1."""
-    try:
-        found = np.frombuffer(bytes(value), dtype=np.uint8) if isinstance(value, list) else vector(value)
-    except (TypeError, ValueError):  # no small whole numbers: said below, or by `vector`
-        found = vector(value)
+    found = vector(value)
     if found.dtype.kind != "b" and not ((found == 0) | (found == 1)).all():
         at = int(np.flatnonzero((found != 0) & (found != 1))[0])
         raise ValueError(f"holds {found[at]:g} at position {at}: 1 where a token trains, else 0")

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,7 @@ _NEEDED = (
     ({"response_ids", *_BOUNDS}, "what tells a response from its prompt", _ADD_BOUNDS),
 )
 """(one of these, what it is, what to add)."""
+_ints = partial(vector, integers=True)
 TRAINER = (
     *("train_log_probs", "trained_ids", "trained_prompt_ids", "trained_mask", "trainer_version"),
     *("trainer_fingerprint", "trainer_temperature", "entropy", "trained_experts"),
@@ -92,13 +94,20 @@ NO_TEMPERATURE = "the dump tells no sampling temperature or filter: temperature 
 
 
 @dataclass
-class Table:
-    """samples: of a training side `index` is the place in the rollout (of its step, if it tells that). missing: why
-    there is no rollout side."""
+class Dump:
+    """What a file or folder holds. samples: of a training side `index` is the place in the rollout (of its step, if it
+    tells that). notes: what a reader must know (what was left out and why, what was assumed). missing: why there is no
+    rollout side. format: what read it."""
 
     samples: list[Sample] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     missing: str = ""
+    format: str = ""
+
+    @property
+    def has_training(self) -> bool:
+        """The samples have the training side's log-probs."""
+        return all("train_log_probs" in sample.model_fields_set for sample in self.samples)
 
 
 def sample_at(place: str, fields: Mapping[str, Any]) -> Sample:
@@ -153,7 +162,7 @@ class Columns:
         return " ".join(f"{name}: did you mean {near}?" for name, near in self.near.items() if near in spellings)
 
 
-def read_columns(source: Source, *, padded: Collection[str] = (), **more: Any) -> Table:
+def read_columns(source: Source, *, padded: Collection[str] = (), **more: Any) -> Dump:
     """A dict of columns, or rows. padded: columns whose lists are padded; those of two dimensions always are."""
     wide: list[str] = []
     if isinstance(source.content, Mapping) and _is_table(source):
@@ -165,12 +174,12 @@ def read_columns(source: Source, *, padded: Collection[str] = (), **more: Any) -
         rows = _rows_of(read, columns.names, source.path)
     else:
         columns, rows = Columns(source.keys, str(source.path)), source.rows()
-    table = read_rows(columns, rows, padded={*padded, *wide}, **more)
+    dump = read_rows(columns, rows, padded={*padded, *wide}, **more)
     told = columns.names.keys()
     if "response_ids" in told and not told & {"loss_mask", "attention_mask", "response_length"}:
-        _validate_padding(table, columns="response_ids" in wide)
-    table.notes += columns.notes
-    return table
+        _validate_padding(dump, columns="response_ids" in wide)
+    dump.notes += columns.notes
+    return dump
 
 
 def _is_table(source: Source) -> bool:
@@ -206,28 +215,19 @@ def _rows_of(read: dict[str, Any], names: Mapping[str, str], path: object) -> It
                 value[at] = None  # lists are larger than the arrays made of them
 
 
-def read_rows(columns: Columns, rows: Iterable[Row], **more: Any) -> Table:
+def read_rows(columns: Columns, rows: Iterable[Row], **more: Any) -> Dump:
     """All rows. more: as of `_RowReader`. Raises ValueError naming the row that cannot be read."""
     reader = _RowReader(columns, **more)
-    table = Table([sample_at(place, reader.fields(place, row)) for place, row in rows])
+    dump = Dump([sample_at(place, reader.fields(place, row)) for place, row in rows])
     if "rollout_log_probs" not in columns.names:
         advice = columns.meant(["rollout_log_probs"]) or "give the rollout's dump first and this file as TRAINING."
-        table.missing = f"it holds the training side's log-probs, but none of the rollout: {advice}"
+        dump.missing = f"it holds the training side's log-probs, but none of the rollout: {advice}"
     name = columns.names.get("log_probs")
-    if name and table.samples and not any(sample.train_log_probs.any() for sample in table.samples):
+    if name and dump.samples and not any(sample.train_log_probs.any() for sample in dump.samples):
         reader.counts[f"{name} is 0 everywhere: not computed, so no training side"] += 1
-        table.samples = [sample.without(TRAINER) for sample in table.samples]
-    table.notes = [note.format(count=count) for note, count in reader.counts.items()]
-    return table
-
-
-def named(called: str, convert: Callable[..., Any], *values: Any) -> Any:
-    """The value converted, with its name in front of what is wrong with it."""
-    try:
-        return convert(*values)
-    except ValueError as error:
-        comma, dot = ", " if str(error).startswith("position") else " ", "" if str(error).endswith("?") else "."
-        raise ValueError(f"{called}{comma}{error}{dot}") from None
+        dump.samples = [sample.without(TRAINER) for sample in dump.samples]
+    dump.notes = [note.format(count=count) for note, count in reader.counts.items()]
+    return dump
 
 
 def number(value: Any) -> float:
@@ -240,10 +240,7 @@ def number(value: Any) -> float:
 
 def count(value: Any) -> int:
     """A length."""
-    found = number(value)
-    if not (found.is_integer() and found >= 0):
-        raise ValueError(f"is {found:g}: a length is a whole number from 0")
-    return int(found)
+    return int(number(value))
 
 
 @dataclass
@@ -262,7 +259,11 @@ class _RowReader:
     def get(self, what: str, convert: Callable[[Any], Any] = lambda value: value) -> Any:
         """What the row holds, converted; None where there is nothing."""
         value = plain(self.row.get(self.names.get(what)))
-        return None if value is None else named(f"{self.place}: {self.names[what]}", convert, value)
+        try:
+            return None if value is None else convert(value)
+        except ValueError as error:
+            comma, dot = ", " if str(error).startswith("position") else " ", "" if str(error).endswith("?") else "."
+            raise ValueError(f"{self.place}: {self.names[what]}{comma}{error}{dot}") from None
 
     def fault(self, what: str, says: str) -> ValueError:
         return ValueError(f"{self.place}: {self.names[what]} {says}.")
@@ -278,8 +279,10 @@ class _RowReader:
 
         def of_response(what: str, convert: Callable[[Any], Any]) -> Any:
             found = self.get(what, convert)
-            if found is None or found.ndim == 0:
-                return None if found is None else np.full(n, found)
+            if found is None:
+                return None
+            if found.ndim == 0:
+                return np.full(n, found)
             return found.copy() if len(found) == n else found[slices.get(len(found), slice(None))].copy()
 
         def one_each(what: str, convert: Callable[[Any], Any]) -> Any:
@@ -303,7 +306,9 @@ class _RowReader:
             self.counts["{count} samples are taken out by the trainer: no token of them trains"] += 1
             trained[:] = False
         sample_id, group, step = (self.get(what, scalar) for what in ("sample_id", "group", "step"))
-        served = self._served(row.get("metadata"), n)
+        served, temperature = self._served(row.get("metadata"), n), self.get("temperature", number)
+        if "temperature" not in self.names and (served is None or served.temperature is None):
+            self.counts[NO_TEMPERATURE] += 1
         prompt_ids = prompt if len(prompt) else None
         found = {
             "response_ids": response,
@@ -311,7 +316,7 @@ class _RowReader:
             "rollout_log_probs": log_probs("rollout_log_probs"),
             "log_probs_of": self.log_probs_of,
             "loss_mask": trained,
-            "sampling": self._sampling(served),
+            "sampling": None if temperature is None else {"temperature": temperature},
             "weight_versions": self._versions(trained),
             "advantages": one_each("advantages", one_or_many),
             "sample_id": None if sample_id is None else str(sample_id),
@@ -325,14 +330,13 @@ class _RowReader:
             "routed_experts": self._experts("routed_experts", len(prompt) + n - 1),
         }
         if "log_probs" in self.names:
-            version, fingerprint = self.get("trainer_weight_version"), self.get("weight_fingerprint")
             found |= {
                 "train_log_probs": log_probs("log_probs"),
                 "trained_ids": response,
                 "trained_prompt_ids": prompt_ids,
                 "trained_mask": trained,
-                "trainer_version": version if isinstance(version, str) else None,
-                "trainer_fingerprint": fingerprint if isinstance(fingerprint, str) else None,
+                "trainer_version": self.get("trainer_weight_version"),
+                "trainer_fingerprint": self.get("weight_fingerprint"),
                 "entropy": one_each("entropy", one_or_many),
                 "trained_experts": self._experts("trained_experts", len(prompt) + n - 1),
             }
@@ -358,8 +362,6 @@ class _RowReader:
             keep = self.get("prompt_mask", as_mask)
             if keep is None and seen is not None and len(seen) == before + width:
                 keep = seen[:before]
-            if keep is not None and len(keep) != before:
-                raise self.fault("prompt_mask", f"has {len(keep)} entries, the prompt {before}")
             if keep is None and "prompt_ids" in self.padded:
                 self.counts["prompt ids are left out: no mask tells them from their padding"] += 1
                 prompt = None
@@ -379,8 +381,6 @@ class _RowReader:
     def _sequences(self) -> tuple[Ids, Ids, dict[int, slice]]:
         """The same where prompt and response are one row."""
         raw, mask = self.get("sequence", _ints), self.get("loss_mask", as_mask)
-        if raw is None:
-            raise ValueError(f"{self.place} has no token ids.")
         seen, end = self.get("attention_mask", as_mask), self.get("total_length", count)
         width, start = len(raw), 0
         if seen is not None:
@@ -408,13 +408,6 @@ class _RowReader:
         slices = {width - 1: slice(begin - 1, end - 1)} if begin else {}
         return raw[start:begin].copy(), raw[begin:end].copy(), {**slices, width: slice(begin, end)}
 
-    def _sampling(self, served: Served | None) -> dict[str, float] | None:
-        """What the dump tells of the temperature. None: nothing, or the server does."""
-        value = self.get("temperature", number)
-        if value is None and "temperature" not in self.names and (served is None or served.temperature is None):
-            self.counts[NO_TEMPERATURE] += 1
-        return None if value is None else {"temperature": value}
-
     def _served(self, metadata: Any, n: int) -> Served | None:
         """What slime and miles keep with our hooks. The response may have lost its last tokens since."""
         told = metadata.get(META_KEY) if isinstance(metadata, Mapping) else None
@@ -423,7 +416,11 @@ class _RowReader:
         except ValidationError:
             self.counts[f"{{count}} samples have metadata {META_KEY} that cannot be read"] += 1
             return None
-        return served and served.model_copy(update={"weights": _until(n, served.weights)})
+        if served is None:
+            return None
+        before = [span for span in served.weights if span.start < min(span.end, n)]
+        weights = [span.model_copy(update={"end": min(span.end, n)}) for span in before]
+        return served.model_copy(update={"weights": weights})
 
     def _versions(self, trained: Bools) -> list[WeightSpan] | None:
         """One version: of the whole response. As many as turns: one a turn. Else it is not told which is whose."""
@@ -449,19 +446,10 @@ def _cached(value: Any) -> int:
     return count(value.get("cached_tokens", 0) if isinstance(value, Mapping) else value)
 
 
-def _ints(value: Any) -> Any:
-    return vector(value, integers=True)
-
-
 def _end(mask: Bools) -> int:
     """Behind the last 1."""
     ones = np.flatnonzero(mask)
     return int(ones[-1]) + 1 if len(ones) else 0
-
-
-def _until(end: int, spans: Iterable[Any]) -> list[Any]:
-    """What the spans say of the tokens before `end`."""
-    return [span.model_copy(update={"end": min(span.end, end)}) for span in spans if span.start < min(span.end, end)]
 
 
 def _reward(value: Any) -> float | None:
@@ -472,14 +460,14 @@ def _reward(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def _validate_padding(table: Table, *, columns: bool) -> None:
+def _validate_padding(dump: Dump, *, columns: bool) -> None:
     """Raise ValueError where rows of one width, without mask and length, end in log-probs of 0: padding or tokens.
 
     columns: they are of a padded array, so that a single row may be padded too.
     """
     # A trainer may give log-probs at padding, a sampler cannot.
-    sides = [sample.train_log_probs if table.missing else sample.rollout_log_probs for sample in table.samples]
-    widths = {len(sample) for sample in table.samples} | {*map(len, sides)}
+    sides = [sample.train_log_probs if dump.missing else sample.rollout_log_probs for sample in dump.samples]
+    widths = {len(sample) for sample in dump.samples} | {*map(len, sides)}
     if len(widths) != 1 or (len(sides) < 2 and not columns):
         return
     zeros = [len(values) - _end(values != 0) for values in sides]
@@ -490,6 +478,4 @@ def _validate_padding(table: Table, *, columns: bool) -> None:
             f"the dump."
         )
     if single := sum(zeros):  # one is often a certain end token
-        table.notes.append(
-            f"the last token of {single} rows has log-prob 0.0 and is kept: add response_mask if it pads"
-        )
+        dump.notes.append(f"the last token of {single} rows has log-prob 0.0 and is kept: add response_mask if it pads")

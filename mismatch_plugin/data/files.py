@@ -6,11 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from pydantic import BaseModel
 from pydantic_core import to_json
 
-from mismatch_plugin.data.arrays import with_nulls
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.files import replacing
 
@@ -32,23 +29,6 @@ def write_samples(path: str | Path, samples: Iterable[Sample]) -> int:
 
 def row_of(sample: Sample) -> dict[str, Any]:
     """What is known of a sample, as JSON has it: no name for what is not."""
-    row: dict[str, Any] = {}
-    for name in Sample.model_fields:
-        value = getattr(sample, name)
-        told = name in sample.model_fields_set or name in ("loss_mask", "log_probs_of")
-        if name == "index" or not told or value is None:
-            continue
-        if isinstance(value, np.ndarray):
-            value = _listed(value)
-        elif isinstance(value, BaseModel):
-            value = value.model_dump()
-        elif name == "weight_versions":
-            value = [span.model_dump() for span in value]
-        row[name] = value
-    return row
-
-
-def _listed(value: np.ndarray[Any, Any]) -> list[Any]:
-    if value.dtype.kind == "f":
-        return with_nulls(value)
-    return (value.view(np.int8) if value.dtype.kind == "b" else value).tolist()
+    told = sample.model_fields_set - {"index"} | {"loss_mask", "log_probs_of"}
+    row = sample.model_dump(include=told, warnings=False)
+    return {name: value for name, value in row.items() if value is not None}

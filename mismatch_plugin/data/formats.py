@@ -4,28 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from mismatch_plugin.data.arrays import as_floats
-from mismatch_plugin.data.columns import NAMES, TRAINER, Columns, Table, closest, read_columns, read_rows, sample_at
+from mismatch_plugin.data.arrays import Ints, as_floats
+from mismatch_plugin.data.columns import NAMES, TRAINER, Columns, Dump, closest, read_columns, read_rows, sample_at
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.source import Row, Source, each, plain
 
 
 @dataclass(frozen=True)
 class Format:
-    """name: for --format. holds: what its files are, for messages. recognises: by content, cheaply. read: one file.
-
-    read_ranks: in place of `read`, all files in order, where a sample is spread over them.
-    """
+    """name: for --format. holds: what its files are, for messages. recognises: by content, cheaply. read: a source;
+    where a sample is spread over files, all of them in order."""
 
     name: str
     holds: str
     recognises: Callable[[Source], bool]
-    read: Callable[[Source], Table] | None = None
-    read_ranks: Callable[[Iterable[Source]], Table] | None = None
+    read: Callable[[Any], Dump]
+    spread: bool = False
+
+
+def _has(*names: str, kind: str = "") -> Callable[[Source], bool]:
+    return lambda source: {*names} <= {*source.keys} and source.kind in (kind or source.kind)
 
 
 # Our own files, JSONL: samples, and the training side's log-probs.
@@ -47,8 +50,6 @@ _OF_TRAINER = {
 def _is_samples(source: Source) -> bool:
     """Our names, and of them one that only we write, or nothing of a trainer's side."""
     keys = {*source.keys}
-    if source.kind == "parquet" and keys & (_OWN - {"weight_versions"}):
-        return True  # `_read_samples` says what to do
     if source.kind != "jsonl" or not keys >= {"response_ids", "rollout_log_probs"}:
         return False
     if not keys & {*NAMES["log_probs"]}:
@@ -56,19 +57,17 @@ def _is_samples(source: Source) -> bool:
     return bool(keys & (_OWN - {"weight_versions"} | {*TRAINER} - {"train_log_probs", "entropy"}))
 
 
-def _read_samples(source: Source) -> Table:
-    if source.kind == "parquet":
-        raise ValueError(f"{source.path}: our own records are JSONL. Write them again, as a .jsonl file.")
-    table, fields = Table(), {*Sample.model_fields} - {"index"}
+def _read_samples(source: Source) -> Dump:
+    dump, fields = Dump(), {*Sample.model_fields} - {"index"}
     unknown = sorted({*source.keys} - fields)
-    table.notes = [f"not read: {', '.join(unknown)}"] * bool(unknown)
-    table.notes += [f"{name}: did you mean {near}?" for name in unknown if (near := closest(name, fields))]
+    dump.notes = [f"not read: {', '.join(unknown)}"] * bool(unknown)
+    dump.notes += [f"{name}: did you mean {near}?" for name in unknown if (near := closest(name, fields))]
     for place, row in source.rows():
         row = {name: value for name, value in row.items() if name not in unknown}
         if lacking := [name for name in ("response_ids", "rollout_log_probs") if row.get(name) is None]:
             raise ValueError(f"{place} has no {lacking[0]}: give one for each token of the response.")
-        table.samples.append(sample_at(place, row))
-    return table
+        dump.samples.append(sample_at(place, row))
+    return dump
 
 
 def _is_training(source: Source) -> bool:
@@ -78,9 +77,9 @@ def _is_training(source: Source) -> bool:
     return source.kind == "jsonl" and not meant & others and bool(meant & {*NAMES["log_probs"]})
 
 
-def _read_training(source: Source) -> Table:
-    table = Table(missing="it holds the training side's log-probs alone: give the rollout records first")
-    table.missing += " and it as TRAINING."
+def _read_training(source: Source) -> Dump:
+    dump = Dump(missing="it holds the training side's log-probs alone: give the rollout records first")
+    dump.missing += " and it as TRAINING."
     allowed = ", ".join(name for name in _OF_TRAINER if name not in NAMES["log_probs"])
     rule = f"a line has train_log_probs and, if wanted, {allowed}."
     for place, line in source.rows():
@@ -90,17 +89,17 @@ def _read_training(source: Source) -> Table:
         row = {_OF_TRAINER[name]: value for name, value in line.items()}
         if row.get("train_log_probs") is None:
             raise ValueError(f"{place} has no train_log_probs: {rule}")
-        table.samples.append(sample := sample_at(place, row))
+        dump.samples.append(sample := sample_at(place, row))
         if sample.trained_mask is not None and len(sample.trained_mask) != (n := len(sample.train_log_probs)):
             raise ValueError(f"{place}: loss_mask has {len(sample.trained_mask)} entries for {n} log-probs.")
-    return table
+    return dump
 
 
 # slime (624b824) and miles (31f1ca9): {"rollout_id", "samples": [Sample.to_dict()]}; the training side's has
 # "format_version" and "dp_shards" too, and samples already gathered over data and context parallel ranks.
 
 
-def _read_slime(source: Source) -> Table:
+def _read_slime(source: Source) -> Dump:
     samples, step, trained = source.content["samples"], source.content["rollout_id"], "dp_shards" in source.keys
     keys = dict.fromkeys(str(key) for sample in samples for key in sample)
     if not trained and all(sample.get("rollout_log_probs") is None for sample in samples):
@@ -110,16 +109,18 @@ def _read_slime(source: Source) -> Table:
         )
     leave = ("reward", "finish_reason") if trained else ()  # what the trainer normalised is no reward
     columns = Columns([*keys], str(source.path), leave=("step", "total_length", *leave))
-    table = read_rows(columns, each(samples, f"{source.path}, sample"), step=step if isinstance(step, int) else None)
+    dump = read_rows(columns, each(samples, f"{source.path}, sample"), step=step if isinstance(step, int) else None)
     if "rollout_top_p_token_ids" in keys:
-        table.notes.append("top-p was on in sampling: the ids it kept are not read")
-    return table
+        dump.notes.append("top-p was on in sampling: the ids it kept are not read")
+    return dump
 
 
 # miles and older slime, one file a rank: {"rollout_id", "rank", "rollout_data": columns}, of miles "cp_rank", "cp_size"
 # and "qkv_format". Ranks of one tensor parallel group hold the same samples, pipeline stages before the last no
 # log-probs, and context parallel ranks slices of them: two chunks of 2 · cp_size, one from each end.
 
+_is_rank = _has("rollout_id", "rollout_data")
+_is_miles = _has("rollout_id", "rollout_data", "cp_size")
 _SLICED = ("rollout_log_probs", "log_probs", "advantages", "entropy")
 _WHOLE = (
     *("tokens", "loss_masks", "response_lengths", "total_lengths", "weight_versions", "weight_fingerprint"),
@@ -127,76 +128,54 @@ _WHOLE = (
 )
 
 
-def _is_rank(source: Source) -> bool:
-    return source.kind == "torch" and {"rollout_id", "rollout_data"} <= {*source.keys}
-
-
-def _is_older_slime(source: Source) -> bool:
-    return _is_rank(source) and not {"cp_rank", "cp_size"} & {*source.keys}
-
-
-@dataclass
-class _Spread:
-    """One sample over the files of all ranks. slices: column → context parallel rank → its part."""
-
-    path: Any
-    row: dict[str, Any]
-    slices: dict[str, dict[int, Any]]
-    cp_size: int
-    padded: bool
-
-
-def _read_ranks(sources: Iterable[Source]) -> Table:
-    whole: dict[Any, _Spread] = {}
+def _read_ranks(sources: Iterable[Source]) -> Dump:
+    found: dict[Any, tuple[str, dict[str, Any], dict[str, set[int]]]] = {}
+    path, size = "", 1
     for source in sources:
-        pack, columns = source.content, source.content["rollout_data"]
+        path, pack, columns = str(source.path), source.content, source.content["rollout_data"]
+        step, rank, size = pack.get("rollout_id"), pack.get("cp_rank") or 0, pack.get("cp_size") or 1
         names = [name for name in (*_WHOLE, *_SLICED) if columns.get(name) is not None]
-        step, cp_rank, padded = pack.get("rollout_id"), pack.get("cp_rank") or 0, pack.get("qkv_format") == "bshd"
         for at, number in enumerate(map(int, columns["sample_indices"])):
-            row = {name: plain(columns[name][at]) for name in names if columns[name][at] is not None}
-            parts = {name: as_floats(row.pop(name)).copy() for name in _SLICED if name in row}
-            row |= {"sample_indices": number, "rollout_id": step}
-            new = _Spread(source.path, row, {}, pack.get("cp_size") or 1, padded)
-            known = whole.setdefault((step, number), new)
-            called = f"{known.path} and {source.path} hold"
-            if not np.array_equal(known.row["tokens"], row["tokens"]):
-                raise ValueError(f"{called} two samples {number} of rollout {step}.")
-            for name, part in parts.items():
-                other = known.slices.setdefault(name, {}).setdefault(cp_rank, part)
-                if not np.array_equal(other, part, equal_nan=True):
-                    raise ValueError(f"{called} other {name} of sample {number} of rollout {step}: files of two runs?")
-    ranks = [whole[key] for key in sorted(whole, key=lambda key: (key[0] is not None, key[0] or 0, key[1]))]
-    keys = dict.fromkeys(name for rank in ranks for name in (*rank.row, *rank.slices))
-    columns = Columns([*keys], str(ranks[0].path) if ranks else "a train dump without samples", leave=["total_length"])
-    return read_rows(columns, map(_gathered, ranks))
-
-
-def _gathered(rank: _Spread) -> Row:
-    """A sample with the slices of all context parallel ranks in the order of the response."""
-    place, row, size = f"{rank.path}, sample {rank.row['sample_indices']}", rank.row, rank.cp_size
-    total, length = len(row["tokens"]), int(row["response_lengths"])
-    chunk = -(-int(row.get("max_seq_lens", total) if rank.padded else total) // (2 * size))
-    before = total - length - 1
-    for name, parts in rank.slices.items():
-        lacking = next((number for number in range(size) if number not in parts), None)
-        if lacking is not None:
-            raise ValueError(
-                f"{place}: {name}: the slice of context parallel rank {lacking} of {size} is not there: give the "
-                f"folder with the files of all ranks."
-            )
-        row[name] = np.full(length, np.nan)
-        for number, part in parts.items():
-            # A logit at position p is of token p + 1, so those of the response are [before, total − 1).
-            chunks = [number, 2 * size - 1 - number] if size > 1 else [0, 1]
-            spans = [(max(at * chunk, before), min((at + 1) * chunk, total - 1)) for at in chunks]
-            places = np.concatenate([np.arange(start, stop) for start, stop in spans]) - before
-            if len(places) != len(part):
+            told = {name: plain(columns[name][at]) for name in names if columns[name][at] is not None}
+            slices = {name: as_floats(told.pop(name)) for name in _SLICED if name in told}
+            told |= {"sample_indices": number, "rollout_id": step}
+            place, row, ranks = found.setdefault((step, number), (f"{path}, sample {number}", told, {}))
+            if not np.array_equal(row["tokens"], told["tokens"]):
+                raise ValueError(f"{place}: {path} holds another sample {number} of rollout {step}.")
+            places = _places(told, rank, size, padded=pack.get("qkv_format") == "bshd")
+            for name, values in slices.items():
+                if len(places) != len(values):
+                    raise ValueError(
+                        f"{place}: {name}: rank {rank} of {size} has {len(values)} entries, not the {len(places)} that "
+                        f"{len(told['tokens'])} tokens with {told['response_lengths']} of the response give it."
+                    )
+                whole = row.setdefault(name, np.full(int(told["response_lengths"]), np.nan))
+                if rank in ranks.setdefault(name, set()) and not np.array_equal(whole[places], values, equal_nan=True):
+                    raise ValueError(f"{place}: {path} holds other {name} of it: files of two runs?")
+                whole[places] = values
+                ranks[name].add(rank)
+    ordered = [found[key] for key in sorted(found, key=lambda key: (key[0] is not None, key[0] or 0, key[1]))]
+    for place, _, ranks in ordered:
+        for name, came in ranks.items():
+            if (lacking := next((number for number in range(size) if number not in came), None)) is not None:
                 raise ValueError(
-                    f"{place}: {name}: rank {number} of {size} has {len(part)} entries, not the {len(places)} that "
-                    f"{total} tokens with {length} of the response give it."
+                    f"{place}: {name}: the slice of context parallel rank {lacking} of {size} is not there: give the "
+                    f"folder with the files of all ranks."
                 )
-            row[name][places] = part
-    return place, row
+    keys = dict.fromkeys(name for _, row, _ in ordered for name in row)
+    columns = Columns([*keys], path, leave=["total_length"])
+    return read_rows(columns, ((place, row) for place, row, _ in ordered))
+
+
+def _places(row: dict[str, Any], rank: int, size: int, *, padded: bool) -> Ints:
+    """Where in the response the entries of a context parallel rank are."""
+    total = len(row["tokens"])
+    chunk = -(-int(row.get("max_seq_lens", total) if padded else total) // (2 * size))
+    # A logit at position p is of token p + 1, so those of the response are [first, total − 1).
+    first = total - int(row["response_lengths"]) - 1
+    chunks = [rank, 2 * size - 1 - rank] if size > 1 else [0, 1]
+    spans = [(max(at * chunk, first), min((at + 1) * chunk, total - 1)) for at in chunks]
+    return np.concatenate([np.arange(start, stop) for start, stop in spans]) - first
 
 
 # verl (0.9): the tensors of a DataProto or TensorDict in a dict, saved with torch.save. responses, response_mask,
@@ -214,7 +193,7 @@ def _is_text(source: Source) -> bool:
     return source.kind == "jsonl" and {"input", "output", "score", "step"} <= {*source.keys}
 
 
-def _read_verl(source: Source) -> Table:
+def _read_verl(source: Source) -> Dump:
     if _is_text(source):
         raise ValueError(
             f"{source.path} is of trainer.rollout_data_dir: verl writes text and scores there, no token ids and no "
@@ -225,11 +204,11 @@ def _read_verl(source: Source) -> Table:
         raise ValueError(
             f"{source.path} has no rollout_log_probs: set actor_rollout_ref.rollout.calculate_log_probs=True."
         )
-    table = read_columns(source, padded=["response_ids", "prompt_ids"])
-    sides = [(sample.train_log_probs, sample.rollout_log_probs) for sample in table.samples]
+    dump = read_columns(source, padded=["response_ids", "prompt_ids"])
+    sides = [(sample.train_log_probs, sample.rollout_log_probs) for sample in dump.samples]
     if sides and all(np.array_equal(train, rollout) for train, rollout in sides):
-        table.notes.append("old_log_probs are rollout_log_probs to the last bit: verl's bypass_mode copies them")
-    return table
+        dump.notes.append("old_log_probs are rollout_log_probs to the last bit: verl's bypass_mode copies them")
+    return dump
 
 
 # NeMo-RL (7ea279a): train_data_step*.jsonl of its logger, or its train data saved as tensors: whole sequences [B, S]
@@ -237,7 +216,7 @@ def _read_verl(source: Source) -> Table:
 # begins at the first token of token_mask. A line of the log holds a batch of one: each value in a list.
 
 
-def _read_nemo(source: Source) -> Table:
+def _read_nemo(source: Source) -> Dump:
     if source.kind != "jsonl":
         return read_columns(source, padded=["sequence"])
     columns = Columns(source.keys, str(source.path), leave=["sample_id"])  # idx is the place in the file
@@ -255,16 +234,14 @@ def _unlisted(source: Source, names: set[str]) -> Iterator[Row]:
 # What TRL's GRPOTrainer makes of a batch, saved as a dict or as Parquet rows: prompt_ids, prompt_mask (left-padded),
 # completion_ids, completion_mask, advantages [B], tool_mask. It asks vLLM for log-probs after temperature and filters.
 
-
-def _read_trl(source: Source) -> Table:
-    return read_columns(source, padded=["response_ids"], log_probs_of="filtered")
+_read_trl = partial(read_columns, padded=["response_ids"], log_probs_of="filtered")
 
 
 # SkyRL (a956457): torch.save(dict(batch), path) of its TrainingInputBatch. sequences [B, S] are padded on the left, and
 # what is of the response, [B, R], ends at the right. It asks vLLM for log-probs without a mode: raw ones.
 
 
-def _read_skyrl(source: Source) -> Table:
+def _read_skyrl(source: Source) -> Dump:
     columns = {name: plain(values) for name, values in source.content.items() if values is not None}
 
     def rows() -> Iterator[Row]:
@@ -280,10 +257,6 @@ def _read_skyrl(source: Source) -> Table:
     return read_rows(Columns(keys, str(source.path)), rows(), log_probs_of="raw")
 
 
-def _has(*names: str, kind: str = "") -> Callable[[Source], bool]:
-    return lambda source: {*names} <= {*source.keys} and source.kind in (kind or source.kind)
-
-
 _ALL = (
     Format("records", "rollout records of this package, .jsonl", _is_samples, _read_samples),
     Format("training", "the training side's log-probs, .jsonl", _is_training, _read_training),
@@ -293,8 +266,8 @@ _ALL = (
         _has("rollout_id", "samples", kind="torch"),
         _read_slime,
     ),
-    Format("slime_train", "older slime's train data, one file a rank", _is_older_slime, read_ranks=_read_ranks),
-    Format("miles_train", "miles' --save-debug-train-data, one file a rank", _is_rank, read_ranks=_read_ranks),
+    Format("miles_train", "miles' --save-debug-train-data, one file a rank", _is_miles, _read_ranks, True),
+    Format("slime_train", "older slime's train data, one file a rank", _is_rank, _read_ranks, True),
     Format("verl", "verl's tensors in a dict", _is_verl, _read_verl),
     Format("nemo_rl", "NeMo-RL's train_data_step*.jsonl, or its tensors", _has("generation_logprobs"), _read_nemo),
     # prime-rl (559b447), enable_token_export: a sequence a line, entry t is of token t.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from mismatch_plugin.core.validity import InvalidLogProbError, find_invalid, inv
 from mismatch_plugin.data.arrays import NULL, Bools, Floats, Ids
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import remaining_bias
-from mismatch_plugin.data.versions import first_without_version, number_versions, version_of_tokens
+from mismatch_plugin.data.versions import number_versions, version_of_tokens
 from mismatch_plugin.log_probs.arguments import RaggedSamplingMask
 from mismatch_plugin.parallel.kept_ids import check_kept_ids, ragged_mask
 
@@ -28,7 +28,6 @@ def pack(
     samples: Sequence[Sample],
     config: MismatchConfig | None = None,
     *,
-    version_numbers: Mapping[str, int] | None = None,
     trainer_version: int | str | None = None,
     dtype: torch.dtype = torch.float32,
     checked: bool = True,
@@ -43,9 +42,8 @@ def pack(
         config: its `rollout_log_prob_policy` says what happens to invalid log-probs. With `error`, the default, they
             are raised here. Otherwise the values go on as they are, and `correct` counts and handles them by kind;
             where lengths or ids disagree, everything from the first disagreement on is "not returned".
-        version_numbers: weight version → number; see `number_versions`.
-        trainer_version: of the weights that are about to train, by number or name; `rs.max_staleness` counts back from
-            it.
+        trainer_version: of the weights that are about to train, by number or name (`number_versions`);
+            `rs.max_staleness` counts back from it.
         dtype: of log-probs and advantages.
         checked: False leaves invalid log-probs to the step, whatever the config.
 
@@ -58,7 +56,9 @@ def pack(
     """
     names = [index if sample.sample_id is None else sample.sample_id for index, sample in enumerate(samples)]
     stops = checked and (config is None or (config.rollout_log_prob_policy == "error" and config.uses_rollout_values))
-    behaviour = _has_behaviour(samples)
+    behaviour = {sample.behaviour_log_probs is not None for sample in samples}
+    if len(behaviour) > 1:
+        raise ValueError("some samples have behaviour_log_probs and others not: request the sampling mask for all.")
     masks: list[Tensor] = []
     rollout: list[Tensor] = []
     misfits: list[str] = []
@@ -78,12 +78,12 @@ def pack(
             f"drop-sequence."
         )
     biases = {
-        remaining_bias(sample.sampling, renormalised=behaviour, replayed=sample.kept_ids is not None)
+        remaining_bias(sample.sampling, renormalised=True in behaviour, replayed=sample.kept_ids is not None)
         for sample in samples
     }
     for bias in biases - {""}:
         warnings.warn(bias, MismatchWarning, stacklevel=2)
-    versions, trained_at = _versions(samples, names, masks, config, version_numbers, trainer_version)
+    versions, trained_at = _versions(samples, names, masks, config, trainer_version)
     rewards = [sample.reward for sample in samples]
     packed = PackedSequences.from_lists(
         loss_masks=masks,
@@ -151,13 +151,6 @@ def _trained_mask(sample: Sample) -> Bools:
     return mask & sample.trained_mask
 
 
-def _has_behaviour(samples: Sequence[Sample]) -> bool:
-    with_them = {sample.behaviour_log_probs is not None for sample in samples}
-    if len(with_them) > 1:
-        raise ValueError("some samples have behaviour_log_probs and others not: request the sampling mask for all.")
-    return True in with_them
-
-
 def _fit(sample: Sample, name: object, values: Floats) -> tuple[int, list[str]]:
     """(tokens from the first on whose log-prob is known to be theirs, what does not fit)."""
     length = len(sample)
@@ -165,16 +158,15 @@ def _fit(sample: Sample, name: object, values: Floats) -> tuple[int, list[str]]:
         # In a list of another length nobody knows which token lacks its log-prob.
         what = f"{len(values)} for {length} response tokens (kind length)"
         return 0, [f"rollout log-probs of sample {name}: {what}"] if length else []
-    if sample.trained_ids is None:
-        return length, []
-    shared = min(length, len(sample.trained_ids))
-    other = np.flatnonzero(sample.response_ids[:shared] != sample.trained_ids[:shared])
+    trained = _trained_ids(sample)
+    shared = min(length, len(trained))
+    other = np.flatnonzero(sample.response_ids[:shared] != trained[:shared])
     if len(other):
         at = int(other[0])
-        says = f"position {at}: {sample.response_ids[at]} was sampled, {sample.trained_ids[at]} is trained on"
+        says = f"position {at}: {sample.response_ids[at]} was sampled, {trained[at]} is trained on"
         return at, [f"token id of sample {name}, {says} (kind token_ids)"]
-    if length != len(sample.trained_ids):
-        says = f"{length} tokens were sampled, {len(sample.trained_ids)} are trained on (kind length)"
+    if length != len(trained):
+        says = f"{length} tokens were sampled, {len(trained)} are trained on (kind length)"
         return shared, [f"response of sample {name}: {says}"]
     return length, []
 
@@ -207,7 +199,6 @@ def _versions(
     names: Sequence[object],
     masks: Sequence[Tensor],
     config: MismatchConfig | None,
-    numbers: Mapping[str, int] | None,
     trainer: int | str | None,
 ) -> tuple[list[Tensor] | None, int | None]:
     """(number of each token's weight version, of the trainer's)."""
@@ -217,39 +208,30 @@ def _versions(
             "--rs-max-staleness counts weight versions back from trainer_version, which is missing: pass the version "
             "of the weights that are about to train."
         )
-    lengths = [len(mask) for mask in masks]
-    # Tokens behind the trained ones are not packed.
-    spans = [
-        [span for span in sample.weight_versions if span.start < min(span.end, length)]
-        for sample, length in zip(samples, lengths, strict=True)
-    ]
-    missing = [first_without_version(row, mask.numpy()) for row, mask in zip(spans, masks, strict=True)]
-    if needed and any(at is not None for at in missing):
-        name, at = next((name, at) for name, at in zip(names, missing, strict=True) if at is not None)
+    known = dict.fromkeys(span.version for sample in samples for span in sample.weight_versions)
+    codes = {version: code for code, version in enumerate(known)}
+    rows = [version_of_tokens(s.weight_versions, codes, len(mask)) for s, mask in zip(samples, masks, strict=True)]
+    lacking = [np.flatnonzero(mask.numpy() & (row < 0)) for row, mask in zip(rows, masks, strict=True)]
+    name, missing = next(((name, at) for name, at in zip(names, lacking, strict=True) if len(at)), (None, None))
+    if needed and missing is not None:
         raise ValueError(
-            f"sample {name}, position {at} has no weight version: let the server name its weights (weight_version of "
-            f"its update requests) and keep weight_versions of its replies, or leave --rs-max-staleness out."
+            f"sample {name}, position {missing[0]} has no weight version: let the server name its weights "
+            f"(weight_version of its update requests) and keep weight_versions of its replies, or leave "
+            f"--rs-max-staleness out."
         )
-    told = [span.version for row in spans for span in row]
-    if numbers is None and (isinstance(trainer, str) or (told and all(at is None for at in missing))):
-        numbers = number_versions([*told, trainer] if isinstance(trainer, str) else told)
+    told = [version for version, code in codes.items() if any((row == code).any() for row in rows)]
     if isinstance(trainer, str):
-        if numbers is None or trainer not in numbers:
-            raise ValueError(f"version_numbers lacks trainer_version {trainer!r}.")
-        trainer = numbers[trainer]
+        trainer = number_versions([*told, trainer])[trainer]
     if not told:
         return None, trainer
-    if any(at is not None for at in missing):
+    if missing is not None:
         warnings.warn(
             "some training tokens have no weight version and others do: no metric by version for this batch.",
             MismatchWarning,
             stacklevel=3,
         )
         return None, trainer
-    assert numbers is not None
-    if unknown := sorted({*told} - {*numbers}):
-        raise ValueError(f"version_numbers lacks weight versions {unknown[:3]}.")
-    # Tokens under the mask (tool results) were sampled from no weights; any number of the batch will do.
-    other = numbers[told[0]]
-    rows = [version_of_tokens(row, numbers, length, other) for row, length in zip(spans, lengths, strict=True)]
-    return [torch.from_numpy(row) for row in rows], trainer
+    numbers = number_versions(told)
+    # Tokens under the mask (tool results) were sampled from no weights: their code is -1, and any number will do.
+    table = torch.tensor([numbers.get(version, numbers[told[0]]) for version in codes])
+    return [table[torch.from_numpy(row)] for row in rows], trainer

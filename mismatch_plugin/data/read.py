@@ -6,12 +6,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from mismatch_plugin.data.columns import NO_TEMPERATURE, TRAINER, Table, sample_at
+from mismatch_plugin.data.columns import NO_TEMPERATURE, TRAINER, Dump, sample_at
 from mismatch_plugin.data.formats import FORMATS, Format
 from mismatch_plugin.data.sample import LogProbsOf, Sample
 from mismatch_plugin.data.source import READ, Source, open_source
@@ -21,17 +20,6 @@ _SUFFIXES = (".pt", ".pth", ".npz", ".parquet", ".jsonl", ".json")
 
 class InputError(ValueError):
     """A file or source from which nothing can be checked."""
-
-
-@dataclass(frozen=True, eq=False)
-class Dump:
-    """What a file or folder holds. has_training: the samples have the training side's log-probs. format: what read it.
-    notes: what a reader must know (what was left out and why, what was assumed)."""
-
-    samples: Sequence[Sample]
-    has_training: bool = False
-    format: str = "records"
-    notes: tuple[str, ...] = ()
 
 
 def read(
@@ -55,13 +43,13 @@ def read(
     if training is None and (path / "rollout_data").is_dir():  # a folder of slime's or miles' --dump-details
         training = path / "train_data" if (path / "train_data").is_dir() else None
         path = path / "rollout_data"
-    name, table = _read(path, format)
-    samples, notes = table.samples, table.notes
-    if table.missing or not samples:
-        raise ValueError(f"{path}: {table.missing or 'it holds no response.'}")
+    dump = _read(path, format)
+    samples = dump.samples
+    if dump.missing or not samples:
+        raise ValueError(f"{path}: {dump.missing or 'it holds no response.'}")
     if training is not None:
-        _, side = _read(Path(training), None)
-        if not side.samples or not _have_training(side.samples):
+        side = _read(Path(training), None)
+        if not side.samples or not side.has_training:
             raise ValueError(f"{training} holds no log-probs of the training side.")
         for number, at in enumerate(_partners(samples, side.samples)):
             told = side.samples[at].model_fields_set & {*TRAINER, "advantages"}
@@ -70,8 +58,9 @@ def read(
             fields |= {field: getattr(side.samples[at], field) for field in told}
             samples[number] = sample_at(f"{path}, sample {number}", fields)
         if (more := len(side.samples) - len(samples)) > 0:
-            notes.append(f"training side {training}: {more} of its samples belong to no record and were not looked at")
-        notes += side.notes
+            left = f"{more} of its samples belong to no record and were not looked at"
+            dump.notes.append(f"training side {training}: {left}")
+        dump.notes += side.notes
     for at, sample in enumerate(samples):
         given: dict[str, Any] = {"index": at}
         if temperature is not None:  # other parameters of our own samples stay
@@ -80,49 +69,45 @@ def read(
             given["log_probs_of"] = log_probs_of
         samples[at] = sample.replace(**given) if len(given) > 1 else sample.with_fields(**given)
     if temperature is not None:
-        notes = [note for note in notes if not note.endswith(NO_TEMPERATURE)]
-    return Dump(samples, _have_training(samples), name, tuple(dict.fromkeys(notes)))
+        dump.notes = [note for note in dump.notes if not note.endswith(NO_TEMPERATURE)]
+    dump.notes = list(dict.fromkeys(dump.notes))
+    return dump
 
 
-def _have_training(samples: Sequence[Sample]) -> bool:
-    return all("train_log_probs" in sample.model_fields_set for sample in samples)
-
-
-def _read(path: Path, format: str | None) -> tuple[str, Table]:
+def _read(path: Path, format: str | None) -> Dump:
     if format is not None and format not in FORMATS:
         raise ValueError(f"--format {format} is unknown: choose from {', '.join(FORMATS)}.")
     files, notes = _files(path)
-    found = None if format is None else FORMATS[format]
-
-    def opened() -> Iterator[Source]:
-        nonlocal found
-        for file in files:
-            with _named(file, found):
-                source = open_source(file)
-            chosen = _recognised(source) if format is None else FORMATS[format]
-            if found is not None and chosen is not found:
-                raise ValueError(
-                    f"{file} is of the format {chosen.name}, {files[0]} of {found.name}: give files of one format. "
-                    f"Where one is the training side of the other: mismatch-plugin inspect ROLLOUTS TRAINING."
-                )
-            found = chosen
-            yield source
-
-    sources = opened()
-    sources = chain([next(sources)], sources)
-    assert found is not None
-    if found.read_ranks is not None:
-        with _named(path, found):
-            table = found.read_ranks(sources)
+    opened = _opened(files, FORMATS[format] if format else None)
+    first, item = next(opened)
+    sources = chain([first], (source for source, _ in opened))
+    if item.spread:
+        with _named(path, item):
+            dump = item.read(sources)
     else:
         parts = []
         for source in sources:
-            with _named(source.path, found):
-                assert found.read is not None
-                parts.append((source.path, found.read(source)))
-        table = _joined(parts)
-    table.notes = [*notes, *table.notes]
-    return found.name, table
+            with _named(source.path, item):
+                parts.append((source.path, item.read(source)))
+        dump = _joined(parts)
+    dump.notes, dump.format = [*notes, *dump.notes], item.name
+    return dump
+
+
+def _opened(files: Sequence[Path], given: Format | None) -> Iterator[tuple[Source, Format]]:
+    """Each file, and the format of all."""
+    first = given
+    for file in files:
+        with _named(file, first):
+            source = open_source(file)
+        item = given or next(item for item in FORMATS.values() if item.recognises(source))
+        first = first or item
+        if item is not first:
+            raise ValueError(
+                f"{file} is of the format {item.name}, {files[0]} of {first.name}: give files of one format. "
+                f"Where one is the training side of the other: mismatch-plugin inspect ROLLOUTS TRAINING."
+            )
+        yield source, item
 
 
 @contextmanager
@@ -137,10 +122,6 @@ def _named(path: Path, item: Format | None) -> Iterator[None]:
         if str(path) in str(error):
             raise
         raise ValueError(f"{path}: {error}") from None
-
-
-def _recognised(source: Source) -> Format:
-    return next(item for item in FORMATS.values() if item.recognises(source))
 
 
 def _files(path: Path) -> tuple[list[Path], list[str]]:
@@ -162,24 +143,24 @@ def _numbers(file: Path) -> list[tuple[int, Any]]:
     return [(0, int(piece)) if piece.isdigit() else (1, piece) for piece in re.split(r"(\d+)", file.name) if piece]
 
 
-def _joined(parts: list[tuple[Path, Table]]) -> Table:
+def _joined(parts: list[tuple[Path, Dump]]) -> Dump:
     """Files in order, one after the other. Raises ValueError where two hold one sample, or sides differ."""
-    whole, seen = Table(missing=parts[0][1].missing), dict[Any, Path]()
-    sides = [bool(table.missing) + _have_training(table.samples) for _, table in parts]
+    whole, seen = Dump(missing=parts[0][1].missing), dict[Any, Path]()
+    sides = [bool(dump.missing) + dump.has_training for _, dump in parts]
     if len({*sides}) > 1:
         lacking = parts[sides.index(min(sides))][0]
         raise ValueError(
             f"{lacking} lacks a side that other files of the folder have: give files of one sort. Where they are both "
             f"sides of a run, put each into a folder of its own: mismatch-plugin inspect ROLLOUTS TRAINING."
         )
-    for path, table in parts:
-        own = {(one.step, one.sample_id): path for one in table.samples if None not in (one.step, one.sample_id)}
+    for path, dump in parts:
+        own = {(one.step, one.sample_id): path for one in dump.samples if None not in (one.step, one.sample_id)}
         if twice := next((key for key in own if key in seen), None):
             raise ValueError(f"{path} and {seen[twice]} both hold sample {twice[1]}: give each sample once.")
         seen |= own
-        whole.samples += table.samples
+        whole.samples += dump.samples
         several = 1 < len(parts) < 4
-        whole.notes += [f"{path.name}: {note}" if several else note for note in table.notes]
+        whole.notes += [f"{path.name}: {note}" if several else note for note in dump.notes]
     whole.notes = list(dict.fromkeys(whole.notes))
     return whole
 
@@ -197,13 +178,11 @@ def _partners(samples: Sequence[Sample], side: Sequence[Sample]) -> Sequence[int
         before[sample.step] += 1
     told: list[Any] = [(one.step, one.index) if by_step else one.index for one in side]
     told = [at if "index" in one.model_fields_set else None for at, one in zip(told, side, strict=True)]
-    keys: dict[str, tuple[list[Any], list[Any]]] = {
-        "sample_id": ([one.sample_id for one in samples], [one.sample_id for one in side]),
-        "index": (places, told),
-    }
-    complete = [key for key, (_, theirs) in keys.items() if None not in theirs]
+    ids: list[Any] = [one.sample_id for one in side]
+    keys = [("sample_id", [one.sample_id for one in samples], ids), ("index", places, told)]
+    complete = [key for key in keys if None not in key[2]]
     if not complete:
-        if any(value is not None for _, theirs in keys.values() for value in theirs):
+        if any(value is not None for value in (*ids, *told)):
             raise InputError(
                 "some lines of the training file have a sample_id or index and some none: give all or none."
             )
@@ -214,9 +193,8 @@ def _partners(samples: Sequence[Sample], side: Sequence[Sample]) -> Sequence[int
             )
         return range(len(samples))
     # A dump may give one sample_id to several responses and still tell their places.
-    unique = [key for key in complete if all(len({*values}) == len(values) for values in keys[key])]
-    key = (unique or complete)[0]
-    ours, theirs = keys[key]
+    unique = [key for key in complete if all(len({*values}) == len(values) for values in key[1:])]
+    key, ours, theirs = (unique or complete)[0]
     for values, what in ((theirs, "the training file has"), (ours, "the records have")):
         if len({*values}) < len(values):
             raise InputError(f"{what} {key} {Counter(values).most_common(1)[0][0]!r} twice: it must name one record.")

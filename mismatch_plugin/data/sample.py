@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     PlainValidator,
     ValidationError,
     model_validator,
@@ -21,9 +21,8 @@ from pydantic import (
 
 from mismatch_plugin.data import arrays
 from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.data.served import Served, ServedWeights
+from mismatch_plugin.data.served import Served, ServedWeights, Text
 from mismatch_plugin.data.versions import WeightSpan
-from mismatch_plugin.files import encodable
 
 FinishReason = Literal["stop", "length", "abort"]
 LogProbsOf = Literal["raw", "tempered", "filtered"]
@@ -31,12 +30,12 @@ LogProbsOf = Literal["raw", "tempered", "filtered"]
 too, renormalised (vLLM's processed log-probs)."""
 Side = Literal["rollout", "training"]
 
-Ids = Annotated[arrays.Ids, PlainValidator(arrays.as_ids)]
-Floats = Annotated[arrays.Floats, PlainValidator(arrays.as_floats)]
-Bools = Annotated[arrays.Bools, PlainValidator(arrays.as_mask)]
-Experts = Annotated[arrays.Ints, PlainValidator(arrays.as_experts)]
-PerToken = Annotated[arrays.Floats, PlainValidator(arrays.one_or_many)]
-Text = Annotated[str, AfterValidator(encodable)]
+_LISTED = PlainSerializer(arrays.listed)
+Ids = Annotated[arrays.Ids, PlainValidator(arrays.as_ids), _LISTED]
+Floats = Annotated[arrays.Floats, PlainValidator(arrays.as_floats), _LISTED]
+Bools = Annotated[arrays.Bools, PlainValidator(arrays.as_mask), _LISTED]
+Experts = Annotated[arrays.Ints, PlainValidator(arrays.as_experts), _LISTED]
+PerToken = Annotated[arrays.Floats, PlainValidator(arrays.one_or_many), _LISTED]
 TokenId = Annotated[int, Field(ge=0, lt=2**63)]
 
 

@@ -15,16 +15,20 @@ Text = Annotated[str, AfterValidator(encodable)]
 
 
 def last_told(told: Any) -> Any:
-    """The object of a reply's `meta_info`, which SGLang puts into a list, of a stream behind nulls. None: none."""
+    """The object of a reply's `meta_info`, which SGLang puts into a list, perhaps behind nulls. None: none."""
     if isinstance(told, list) and all(item is None for item in told[:-1]):
         return told[-1] if told else None
     return told
 
 
-class ServedWeights(BaseModel):
-    """Response tokens [start, end) were sampled from the weights with this fingerprint."""
+class Told(BaseModel):
+    """Fields that a newer plugin adds are left out."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class ServedWeights(Told):
+    """Response tokens [start, end) were sampled from the weights with this fingerprint."""
 
     fingerprint: Text | None
     """16 hex digits, equal for equal weights however they are sharded (`fingerprints.py`). None: sampled while an
@@ -36,10 +40,8 @@ class ServedWeights(BaseModel):
     end: int = Field(ge=0, lt=2**31)
 
 
-class ServedKV(BaseModel):
+class ServedKV(Told):
     """Tokens whose keys and values were computed with other weights than those that made the response's last token."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     fingerprint: Text | None
     """None: of an update that was half done."""
@@ -49,10 +51,8 @@ class ServedKV(BaseModel):
     from before an update in place."""
 
 
-class LastUpdate(BaseModel):
+class LastUpdate(Told):
     """The server's last weight update. Counts are of whole tensors, over all ranks."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     number: int = Field(ge=1)
     """How many updates there were since the model was loaded, this one included. Sessions of which nothing was sampled
@@ -70,10 +70,8 @@ class LastUpdate(BaseModel):
     """Share, by values, of some hundred elements of each matrix of each rank (of a pipeline, of its first stage)."""
 
 
-class Served(BaseModel):
-    """The object under `META_KEY` of one reply. Fields that a newer plugin adds are left out."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
+class Served(Told):
+    """The object under `META_KEY` of one reply."""
 
     server: Text
     """host:port and the id of the server's process, or MISMATCH_SERVER_ID of its environment."""
@@ -98,8 +96,8 @@ class Served(BaseModel):
     deterministic: bool = False
     on_policy_target: Text | None = None
     temperature: float | None = None
-    """That the returned log-probs were really divided by; None: not one for the whole response (top_k 1, in batches
-    that were all greedy and in others)."""
+    """That the returned log-probs were really divided by; None: 1 in batches that were all greedy, the one asked for
+    in others (top_k 1)."""
     log_probs_of: Literal["raw", "tempered"] = "tempered"
     """raw: of the logits as they are (SGLANG_RETURN_ORIGINAL_LOGPROB)."""
     filters: list[Text] = Field(default_factory=list)

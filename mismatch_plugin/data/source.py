@@ -9,7 +9,7 @@ import pickle
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,27 +158,9 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     with _open_parquet(path) as file:
         number = 0
         for batch in file.iter_batches(batch_size=_BATCH):
-            columns = {name: _column(batch.column(at)) for at, name in enumerate(batch.schema.names)}
-            for at in range(batch.num_rows):
+            for row in batch.to_pylist():
                 number += 1
-                yield f"{path}, row {number}", {name: value(at) for name, value in columns.items()}
-
-
-def _column(array: Any) -> Callable[[int], Any]:
-    """Rows of an Arrow column: numbers of a list column as numpy without a Python object each, else Python values."""
-    if str(getattr(array.type, "value_type", None)) not in _NUMBERS:
-        return array.to_pylist().__getitem__
-
-    def row(at: int) -> Any:
-        cell = array[at]
-        if not cell.is_valid:
-            return None
-        return cell.values.to_numpy(zero_copy_only=False) if cell.values.null_count == 0 else cell.as_py()
-
-    return row
-
-
-_NUMBERS = ("float", "double", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "bool")
+                yield f"{path}, row {number}", row
 
 
 # Zip files: of torch.save and numpy.savez

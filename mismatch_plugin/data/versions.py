@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Annotated
 
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from mismatch_plugin.data.arrays import Bools, Ids
+from mismatch_plugin.data.arrays import Ids
 from mismatch_plugin.files import encodable
 
 INITIAL_VERSION = "default"
@@ -27,23 +26,11 @@ class WeightSpan(BaseModel):
     end: int = Field(ge=0)
 
 
-def spans_of(versions: Sequence[str | int]) -> tuple[WeightSpan, ...]:
-    """Spans of one version a token."""
-    spans, start = [], 0
-    for version, run in groupby(versions):
-        end = start + len([*run])
-        spans.append(WeightSpan(version=str(version), start=start, end=end))
-        start = end
-    return tuple(spans)
-
-
 def version_number(version: str | int | None) -> int | None:
     """The number at the end of a version's name ("v12", "step-12", 12); None if there is none.
 
     More than 18 digits are a hash or a time, no count of steps, and do not fit 64 bits.
     """
-    if isinstance(version, int) and abs(version) >= 10**18:
-        return None  # Python refuses to write numbers of 5000 digits
     found = re.search(r"(?<![0-9])[0-9]{1,18}$", str(version))
     return int(found[0]) if found else None
 
@@ -51,38 +38,24 @@ def version_number(version: str | int | None) -> int | None:
 def number_versions(versions: Sequence[str]) -> dict[str, int]:
     """A number for each weight version, in the order of training: the integer that its name is or ends with.
 
-    SGLang's own "default" is −1. Raises ValueError for any other name, if two names get the same number, and where what
-    stands before the number is not the same in all of them: hexadecimal digests end in digits that mean nothing.
+    SGLang's own "default" is −1. Raises ValueError for any other name, and where what stands before the number is not
+    the same in all of them: hexadecimal digests end in digits that mean nothing.
     """
     numbers: dict[str, int] = {}
-    named: dict[int, str] = {}
     stems: dict[str, str] = {}
     for version in dict.fromkeys(versions):
         number = -1 if version == INITIAL_VERSION else version_number(version)
         if number is None:
-            raise ValueError(
-                f"weight version {version!r} does not end in a number: name versions by step, or pass version_numbers."
-            )
+            raise ValueError(f"weight version {version!r} does not end in a number: name versions by step.")
         if version != INITIAL_VERSION:
             stems.setdefault(version.rstrip("0123456789"), version)
         numbers[version] = number
-        if (other := named.setdefault(number, version)) != version:
-            raise ValueError(f"weight versions {other!r} and {version!r} both mean {number}: pass version_numbers.")
     if len(stems) > 1:
         first, second, *_ = stems.values()
         raise ValueError(
-            f"weight versions {first!r} and {second!r} are not one name with two numbers: name versions by step, or "
-            f"pass version_numbers."
+            f"weight versions {first!r} and {second!r} are not one name with two numbers: name versions by step."
         )
     return numbers
-
-
-def first_without_version(spans: Sequence[WeightSpan], mask: Bools) -> int | None:
-    """The first position that trains and has no version."""
-    open_ = mask.copy()
-    for span in spans:
-        open_[span.start : span.end] = False
-    return int(open_.argmax()) if open_.any() else None
 
 
 def version_of_tokens(spans: Sequence[WeightSpan], numbers: Mapping[str, int], length: int, other: int = -1) -> Ids:

@@ -27,8 +27,7 @@ def explain(
     Everything is computed by the functions that the training loss uses.
     """
     from mismatch_plugin.config import MismatchConfig
-    from mismatch_plugin.explain.account import account_tables
-    from mismatch_plugin.explain.example import batch_for, current_log_probs, explain_table
+    from mismatch_plugin.explain.account import account_tables, batch_for, current_log_probs, explain_table
     from mismatch_plugin.report.terminal import show
 
     if not context.args:

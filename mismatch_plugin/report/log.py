@@ -63,10 +63,7 @@ def validate_same_settings(folder: str | Path, config: MismatchConfig, holds: bo
     that writes may say so, and then no other rank of the run may ask any more.
     """
     path, settings = Path(folder) / SETTINGS, _settings(config)
-    try:
-        same = not path.exists() or read_text(path) == settings
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
+    same = not path.exists() or read_text(path) == settings
     for name, before, now in () if same else differences(read_mapping(path), json.loads(settings)):
         if name != "report_dir":
             raise ValueError(
@@ -245,27 +242,14 @@ def read_steps(path: str | Path) -> Iterator[dict[str, float]]:
     path = path / METRICS if path.is_dir() else path
     if not path.exists():
         raise ValueError(f"{path} is not there: give a metrics.jsonl, or the folder that --mismatch-report-dir named.")
-    try:
-        for number, line in read_lines(path):
-            if line.strip() and (step := _numbers_of_line(path, number, line)) is not None:
-                yield step
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no metrics.jsonl: {error}.") from None
-
-
-def _numbers_of_line(path: Path, number: int, line: str) -> dict[str, float] | None:
-    try:
-        step = json.loads(line)
-        if not isinstance(step, dict):
-            raise ValueError("it is no object")
-        nested = step.get("metrics")  # where `compare` keeps them
-        step = {**step, **nested} if isinstance(nested, dict) else step
-        numbers = {name: number_in(value) for name, value in step.items()}
-        return {name: value for name, value in numbers.items() if value is not None}
-    except (ValueError, OverflowError, RecursionError) as error:
-        if line.startswith("{") and isinstance(error, json.JSONDecodeError):  # its writer was killed
-            return None
-        raise ValueError(f"{path}, line {number} is no step: {error}.") from None
+    for number, line in read_lines(path, errors="replace"):
+        step = record_in(line)
+        if step is not None:
+            step |= nested if isinstance(nested := step.get("metrics"), dict) else {}  # where `compare` keeps them
+            numbers = {name: number_in(value) for name, value in step.items()}
+            yield {name: value for name, value in numbers.items() if value is not None}
+        elif line.strip() and not line.startswith("{"):  # else its writer was killed
+            raise ValueError(f"{path}, line {number} is no step: it is no JSON object.")
 
 
 def number_in(value: Any) -> float | None:
@@ -274,5 +258,5 @@ def number_in(value: Any) -> float | None:
         return None
     try:
         return float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None

@@ -10,13 +10,10 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
-from mismatch_plugin.config.settings import InvalidPolicy
-from mismatch_plugin.core.validity import find_invalid, invalid_error
 from mismatch_plugin.data.arrays import Floats, Ids
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
@@ -47,8 +44,7 @@ class SGLangClient(ServerControl):
     """Talks to the server at `url` and to nothing else. Use as an async context manager.
 
     Args:
-        url: http(s)://host:port. No redirect is followed and no proxy read from the environment. `user:password@` is
-            sent as basic authorisation; `self.url`, samples and messages are without it.
+        url: http(s)://host:port. No redirect is followed and no proxy read from the environment.
         concurrency: samples under way at once, over all calls of this client.
         timeout: seconds for one attempt at one request, from sending to the last byte of the answer.
         verify_updates: compare the weights that an update sent with those that serve then, where the server has our
@@ -56,8 +52,6 @@ class SGLangClient(ServerControl):
             or somebody else updated it since this client did; without the plugin only the version shows it.
         retries: how often a request is sent again after connection errors, timeouts and status 5xx; never after 4xx.
             A server that breaks off gets 1 + retries requests. What changes a server is sent once.
-        rollout_log_prob_policy: with `error` an invalid log-prob fails its sample; otherwise it stays in the sample,
-            for `pack` and the correction to handle.
         headers: sent with every request, such as {"Authorization": "Bearer …"}.
         vocab_size: rows of the model's embedding. Token ids from there on are refused before anything is sent: such an
             id brings a server down. None: what the server tells of itself, if anything; else ids are sent unchecked.
@@ -77,7 +71,6 @@ class SGLangClient(ServerControl):
         timeout: float = 600.0,
         verify_updates: bool = True,
         retries: int = 4,
-        rollout_log_prob_policy: InvalidPolicy = "error",
         headers: Mapping[str, str] | None = None,
         vocab_size: int | None = None,
     ) -> None:
@@ -86,12 +79,8 @@ class SGLangClient(ServerControl):
                 raise ValueError(f"{name}={value} must be at least {least}.")
         if timeout <= 0:
             raise ValueError(f"timeout={timeout} must be above 0 seconds.")
-        if rollout_log_prob_policy not in (policies := get_args(InvalidPolicy)):
-            raise ValueError(
-                f"rollout_log_prob_policy={rollout_log_prob_policy!r} is unknown: choose one of {', '.join(policies)}."
-            )
         super().__init__(Server(url, timeout=timeout, headers=headers), retries, verify_updates)
-        self.url, self.concurrency, self.policy = self._server.url, concurrency, rollout_log_prob_policy
+        self.url, self.concurrency = self._server.url, concurrency
         self._vocab_size, self._asked = vocab_size, False
         self._slots = asyncio.Semaphore(concurrency)
         """Of samples. What controls the server needs none: a pause must not wait for what it is to pause."""
@@ -115,6 +104,8 @@ class SGLangClient(ServerControl):
         return_sampling_mask: bool = False,
     ) -> list[Sample]:
         """`samples_per_prompt` responses to each prompt, prompt by prompt; sample i answers prompt i // samples.
+
+        Values of log-probs (null, NaN, a floor) are judged by `pack`, under the policy of the settings.
 
         Args:
             prompts: token ids; text would leave the tokenizer in doubt.
@@ -149,12 +140,6 @@ class SGLangClient(ServerControl):
             # An update of this client's in between may have brought the last tokens, or not.
             if serving is not None and serving is self._serving and (problem := serving.problem(sample)):
                 raise RequestError("weights", problem, answer.attempts)
-            if self.policy == "error":
-                values, mask = torch.from_numpy(sample.rollout_log_probs), torch.from_numpy(sample.loss_mask)
-                found, counts = find_invalid(torch.zeros_like(values), values, mask, (len(sample),), (index,))
-                if found:
-                    total = sum(counts.values())
-                    raise RequestError("log_probs", str(invalid_error(found, total)), answer.attempts)
             return sample.with_fields(sample_id=str(index), server=self.url)
 
         return await self._run(prompts, samples_per_prompt, one)
@@ -199,7 +184,7 @@ class SGLangClient(ServerControl):
         ids, total = _token_ids(prompts), len(prompts) * each
         if total and not self._asked:
             try:
-                await self._ask_server(timeout=min(self._server.connect_timeout, self._server.timeout))
+                await self.server_info(attempts=1, timeout=min(self._server.connect_timeout, self._server.timeout))
                 self._asked = True
             except RequestError as error:
                 self._asked = error.kind not in ("connection", "closed")  # then it is asked again

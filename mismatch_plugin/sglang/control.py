@@ -121,12 +121,10 @@ class ServerControl:
         self._serving: Serving | None = None
         """None: before the first update, while one is under way, and after one that failed."""
 
-    async def server_info(self) -> ServerInfo:
+    async def server_info(self, **options: Any) -> ServerInfo:
         """Version and settings, with the weight version that the last update left. Warns of the server's risks
-        (`ServerInfo.risks`), of each once."""
-        return await self._ask_server(attempts=self._attempts)
-
-    async def _ask_server(self, **options: Any) -> ServerInfo:
+        (`ServerInfo.risks`), of each once. options: of the requests, see `http.Server.call`."""
+        options = {"attempts": self._attempts, **options}
         told: dict[str, Any] = {}
         for path in ("/server_info", "/model_info"):  # as it was started, and as weight updates left it, which wins
             answer = await self._server.call("GET", path, **options)
@@ -137,7 +135,7 @@ class ServerControl:
         for risk in self._info.risks():
             if risk not in self._warned:
                 self._warned.add(risk)
-                warnings.warn(f"{self._server.url}: {risk}", MismatchWarning, stacklevel=3)
+                warnings.warn(f"{self._server.url}: {risk}", MismatchWarning, stacklevel=2)
         return self._info
 
     async def pause(self, mode: PauseMode = "retract") -> None:

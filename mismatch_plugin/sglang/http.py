@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import random
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import aiohttp
 from pydantic_core import from_json
@@ -29,7 +28,6 @@ FailureKind = Literal[
     "refused",  # status 4xx: asking again would not help
     "content",  # a 2xx or 3xx that is no JSON reply
     "reply",  # JSON that does not fit the request: log-probs lost, length changed, …
-    "log_probs",  # an invalid log-prob, under the policy `error`
     "weights",  # sampled from others than this client's last update brought
 ]
 
@@ -62,8 +60,8 @@ class Server:
         connect_timeout: float = 10.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self.url, credentials = _parse_address(url)
-        self.timeout, self.connect_timeout, self._headers = timeout, connect_timeout, {**(headers or {}), **credentials}
+        self.url = _parse_address(url)
+        self.timeout, self.connect_timeout, self._headers = timeout, connect_timeout, headers
         self._session: aiohttp.ClientSession | None = None  # made where an event loop runs
         self._closed = False
 
@@ -162,25 +160,19 @@ def _error_message(told: Any) -> str:
     return str(told or "")[:500]
 
 
-def _parse_address(url: str) -> tuple[str, dict[str, str]]:
-    """The address without user and password; these as a header. No error of others, which may quote them."""
+def _parse_address(url: str) -> str:
+    """Without a slash at its end. Raises an error of ours: those of others may quote a password."""
     with suppress(ValueError, TypeError, AttributeError):
         parts = urlsplit(url)
-        bare = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
-        odd = parts.query or parts.fragment or parts.port == 0 or re.search(r"\s", url)
+        odd = parts.query or parts.fragment or parts.port == 0 or re.search(r"[\s@]", url)
         if parts.hostname and not odd and parts.scheme in ("http", "https"):
-            if parts.username is None:
-                return bare, {}
-            credentials = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-            return bare, {"Authorization": f"Basic {base64.b64encode(credentials.encode()).decode()}"}
+            return f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/")
     raise ValueError(
-        f"url {shown(str(url))!r} is not a server's address: give it as http://host:port, without a query; tokens go "
-        f"into headers."
+        f"url {shown(str(url))!r} is not a server's address: give it as http://host:port, without a query or password; "
+        f"tokens go into headers."
     )
 
 
 def shown(url: str) -> str:
-    """The address for a message: without user, password, query and fragment."""
-    if "@" in url and re.search(r"[?#]", url):
-        return "***"  # a password with a question mark, or a query with an @: nobody can tell
-    return re.sub(r"^(\w+://)?.*@", r"\1", re.split(r"[?#]", url)[0])[:200]
+    """The address for a message: without query, fragment and what may be a password."""
+    return "***" if "@" in url else re.split(r"[?#]", url)[0][:200]

@@ -8,13 +8,12 @@ from types import NoneType
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import ValidationError
 
 from mismatch_plugin.core.validity import FLOOR, POSITIVE_TOLERANCE
 from mismatch_plugin.data.arrays import Floats, as_floats
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.data.served import META_KEY, Served, last_told
+from mismatch_plugin.data.served import META_KEY, last_told
 
 ReplyKind = Literal["error_reply", "form", "prompt", "log_probs_lost", "length", "token_ids", "kept_ids"]
 
@@ -63,6 +62,7 @@ def parse_generate(
     if spans is None and version is not None:  # of a server that tells only one version, for all tokens
         spans = [{"version": version, "start": 0, "end": n}]
     kept_ids, behaviour = _kept(meta, ids, require_kept_ids)
+    served = last_told(meta.get(META_KEY))
     fields: dict[str, Any] = {
         "prompt_ids": prompt,
         "response_ids": ids,
@@ -76,15 +76,12 @@ def parse_generate(
         "request_id": meta.get("id"),
         "dp_rank": meta.get("dp_rank"),
         "cached_tokens": meta.get("cached_tokens"),
+        "served": served,
     }
+    if isinstance(served, Mapping) and "log_probs_of" in served:
+        fields["log_probs_of"] = served["log_probs_of"]
     try:
-        if (told := last_told(meta.get(META_KEY))) is not None:
-            served = Served.model_validate(told)
-            fields |= {"served": served, "log_probs_of": served.log_probs_of}
         return Sample(**fields)
-    except ValidationError as error:  # of what our plugin told
-        fault = error.errors()[0]
-        raise ReplyError("form", f"{'.'.join(map(str, (META_KEY, *fault['loc'])))}: {fault['msg']}") from None
     except ValueError as error:
         raise ReplyError("form", str(error)) from None
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import mismatch_plugin as mp
-from mismatch_plugin.data.arrays import is_null, with_nulls
+from mismatch_plugin.data.arrays import listed
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.sglang.client import GenerateError, SGLangClient
@@ -127,10 +127,6 @@ def meta(**told: Any) -> Change:
     return lambda reply: reply["meta_info"].update(told)
 
 
-def log_prob(value: float | None) -> Change:
-    return lambda reply: reply["meta_info"]["output_token_logprobs"][1].__setitem__(0, value)
-
-
 def damaging(damage: Reply | Change, number: int) -> Respond:
     """The answer to this prompt is another one, or is changed."""
 
@@ -161,7 +157,6 @@ def one_more(reply: Any) -> None:
         (Reply({"error": "no"}), "reply", "the server answered: no"),
         (one_more, "reply", "4 tokens came, at most 3"),
         (meta(id="someone-else"), "reply", "was answered as someone-else"),
-        (log_prob(None), "log_probs", "sequence 1, position 1 is missing or NaN"),
     ],
 )
 def test_what_will_not_pass_is_not_tried_again_and_costs_one_sample(
@@ -178,12 +173,6 @@ def test_what_will_not_pass_is_not_tried_again_and_costs_one_sample(
 def test_a_sampling_mask_that_was_asked_for_must_come() -> None:
     with pytest.raises(GenerateError, match="the sampling mask was asked for and did not come"):
         call(honest, lambda client: client.generate(prompts(1), THREE, return_sampling_mask=True))
-
-
-def test_another_policy_keeps_log_probs_that_are_none() -> None:
-    with FaultyServer(damaging(log_prob(None), 0)) as server:
-        (sample,) = generate(server, 1, rollout_log_prob_policy="neutral")
-        assert is_null(sample.rollout_log_probs).tolist() == [False, True, False]
 
 
 # What is asked and what is refused ------------------------------------------------------------------------------------
@@ -213,7 +202,7 @@ def test_rescoring_also_of_the_vocabularys_last_id(size: int | None) -> None:
 
     with FaultyServer(respond) as server:
         scores = call(server, lambda client: client.rescore([np.array([7, 8, 9]), [4]]), vocab_size=size)
-        assert [with_nulls(row) for row in scores] == [[None, -0.08, -0.09], [None]]
+        assert [listed(row) for row in scores] == [[None, -0.08, -0.09], [None]]
         body = server.bodies("/generate")[-1]
         assert body["sampling_params"]["max_new_tokens"] == 0 and body["logprob_start_len"] == 0
 
@@ -239,7 +228,6 @@ def telling(request: Request) -> Reply:
         ([[1]], "concurrency=0 must be at least 1", {"concurrency": 0}),
         ([[1]], "retries=-1 must be at least 0", {"retries": -1}),
         ([[1]], "timeout=0 must be above 0", {"timeout": 0}),
-        ([[1]], "rollout_log_prob_policy='errror' is unknown", {"rollout_log_prob_policy": "errror"}),
     ],
 )
 @pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
@@ -292,22 +280,6 @@ def test_a_server_that_tells_nothing_of_itself_is_taken_as_it_is(answer: Reply) 
     with FaultyServer(respond) as server:
         assert_right(call(server, twice, timeout=5.0), range(2))
         assert len([path for path in server.paths() if path.endswith("_info")]) <= 2  # asked once
-
-
-# Lanes and closing ----------------------------------------------------------------------------------------------------
-
-
-def test_a_request_given_up_at_any_step_leaves_its_lane_usable() -> None:
-    async def run(client: SGLangClient) -> None:
-        for steps in range(1, 100, 1 if FULL else 3):
-            task = asyncio.create_task(client.generate([[1]], THREE))
-            for _ in range(steps):
-                await asyncio.sleep(0)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            assert len(await client.generate([[2]], THREE)) == 1, steps
-
-    call(honest, run, concurrency=1, timeout=240, retries=0)
 
 
 @pytest.mark.parametrize(("attempts", "kind"), [(1, "connection"), (100, "closed")])

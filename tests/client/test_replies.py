@@ -223,10 +223,10 @@ def weights(*spans: tuple[int, int]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ({name: value for name, value in SERVED.items() if name != "dtype"}, f"{META_KEY}.dtype: Field required"),
-        ([SERVED, SERVED], f"{META_KEY}: "),
-        ("text", f"{META_KEY}: "),
-        (weights((-1, 2)), f"{META_KEY}.weights.0.start: "),
+        ({name: value for name, value in SERVED.items() if name != "dtype"}, "served.dtype: Field required"),
+        ([SERVED, SERVED], "served: "),
+        ("text", "served: "),
+        (weights((-1, 2)), "served.weights.0.start: "),
         (weights((0, 3)), "served.weights: 'a' spans .* half-open, in order and inside"),
         (weights((1, 2), (0, 1)), "served.weights: 'a' spans"),
     ],

@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 
 from mismatch_plugin.cli import app
 from mismatch_plugin.compare import experiments
-from mismatch_plugin.compare.command import Block, blocks, choose, hold, open_folder, run_all, run_block
+from mismatch_plugin.compare.command import Block, blocks, choose, open_folder, run_all, run_block
 from mismatch_plugin.compare.experiments import Settings, variant_config, variant_name
 from mismatch_plugin.compare.loop import Runs, warm_weights
 from mismatch_plugin.compare.model import FINAL_NORM, OUTPUT
+from mismatch_plugin.files import lock_file
 from tests.full import FULL
 
 needs_lab = pytest.mark.skipif(
@@ -113,7 +114,10 @@ def test_a_folder_is_never_overwritten_and_resumed_with_the_same_alone(tmp_path:
     record = folder / "run.json"
     written = record.read_text()
     assert json.loads(written).items() >= first.items()
-    open_folder(folder, first, resume=True)
+    lock = lock_file(folder / ".lock")
+    status, told = compare("--output", str(folder), "--resume", "--settings", "control,int2", "--seeds", "2")
+    assert status == 2 and "another compare is writing to" in told and lock is not None
+    lock.close()
     for changes, said in (
         ({"seeds": 3}, r"holds a run with seeds \[100, 101\], now \[100, 101, 102\]: resume it with the same"),
         ({"given": ["steps=8"]}, "lab.steps 360, now 8"),
@@ -123,13 +127,8 @@ def test_a_folder_is_never_overwritten_and_resumed_with_the_same_alone(tmp_path:
     with pytest.raises(ValueError, match="holds a run already: add --resume"):
         open_folder(folder, first, resume=False)
     record.write_text('{"seeds": 1, "sett')
-    with pytest.raises(ValueError, match=r"run\.json is damaged: .*It says what the run is: restore it"):
+    with pytest.raises(ValueError, match=r"run\.json is damaged: "):
         open_folder(folder, first, resume=True)
-    lock = hold(folder)
-    with pytest.raises(ValueError, match="another compare is writing to"):
-        hold(folder)
-    assert lock is not None
-    lock.close()
     record.rename(folder / "notes.txt")
     with pytest.raises(ValueError, match="is not empty and holds no run"):
         open_folder(folder, first, resume=True)

@@ -116,7 +116,7 @@ def build(settings: Settings, weights: Mapping[str, Tensor]) -> list[Any]:
 def roll_out(settings: Settings, weights: Weights, seed: int, step: int, version: int) -> tuple[list[Any], Any]:
     """The hook's samples, prompt by prompt, and what is reported of them: with plain lists, scored one by one."""
     from mismatch_plugin.data.sample import Sample
-    from mismatch_plugin.data.versions import spans_of
+    from tests.data.dumps import spans_of
 
     task, drawn_with = get_task(settings.task), seed_for(seed, "rollout", step)
     prompts = task.prompts(settings.prompts_per_batch, seed_for(seed, "prompts", step))

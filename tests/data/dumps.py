@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from mismatch_plugin.data.read import Dump
+from mismatch_plugin.data.versions import WeightSpan
 
 PROMPTS = [[1, 2], [3]]
 RESPONSES = [[10, 11, 12], [20, 21]]
@@ -177,6 +179,13 @@ def rank(**changed: Any) -> dict[str, Any]:
     }
     pack = {name: changed.pop(name) for name in ("cp_rank", "cp_size", "qkv_format") if name in changed}
     return {"rollout_id": 0, "rank": 0, "rollout_data": columns | changed, **pack}
+
+
+def spans_of(versions: Sequence[str | int]) -> list[WeightSpan]:
+    """Spans of one version a token."""
+    ends = [at for at in range(1, len(versions) + 1) if versions[at : at + 1] != versions[at - 1 : at]]
+    starts = zip([0, *ends], ends, strict=False)
+    return [WeightSpan(version=str(versions[start]), start=start, end=end) for start, end in starts]
 
 
 def loop(**changed: Any) -> dict[str, Any]:

@@ -118,7 +118,8 @@ def test_a_training_side_of_its_own_is_matched(tmp_path: Path) -> None:
     same(read(save(tmp_path / "one.pt", dumps.slime(index=[7, 7])), save(tmp_path / "t.pt", train)))
     lines: list[dict[str, Any]] = [{"train_log_probs": row} for row in TRAIN]
     side = tmp_path / "t.jsonl"
-    same(read(rollout, save(side, lines)))
+    for name in NAMES["log_probs"]:
+        same(read(rollout, save(side, [{name: row} for row in TRAIN])))
     same(read(rollout, save(side, [{**lines[at], "index": at} for at in (1, 0)])))
     more = {"token_ids": RESPONSES[0], "weight_version": 4, "temperature": 0.5, "advantages": 2.0}
     more["loss_mask"] = [1, 1, 0]
@@ -169,8 +170,8 @@ def test_what_trainers_skip_and_copy_is_said(tmp_path: Path) -> None:
         ("1.jsonl", [{"input": "a", "output": "b", "gts": None, "score": 1.0, "step": 1}], "no token ids and no"),
         ("a.pt", {**dumps.verl(), "rollout_log_probs": None}, "calculate_log_probs=True"),
         ("a.pt", dumps.slime(rollout_log_probs=[None, None]), "no sample has rollout_log_probs"),
-        ("a.pt", dumps.rank(cp_size=10**12), "the slice of context parallel rank 1 of 1000000000000 is not there"),
-        ("a.pt", dumps.rank(sample_indices=[0, 0]), "hold two samples 0 of rollout 0"),
+        ("a.pt", dumps.rank(cp_size=10**12), "rank 0 of 1000000000000 has 3 entries, not the 0 that 5 tokens"),
+        ("a.pt", dumps.rank(sample_indices=[0, 0]), "holds another sample 0 of rollout 0"),
         ("a.jsonl", [{name: [row, row] for name, row in row.items()} for row in dumps.nemo_log()[:1]], "lists of one"),
         ("a.jsonl", [{"response_ids": [1], "rollout_logprobs": [-1.0]}, {"response_ids": [1], "old_logprobs": [-1]}],
          "line 2 has old_logprobs, which the first sample lacks"),
@@ -330,10 +331,3 @@ def test_what_the_servers_told_goes_with_the_dump(tmp_path: Path) -> None:
     assert [sample.temperature for sample in half.samples] == [0.7, 1.0] and half.samples[1].served is None
     assert "1 samples have metadata mismatch_plugin that cannot be read" in half.notes
     assert any("temperature 1 without filters is assumed" in note for note in half.notes)
-
-
-def test_a_training_side_goes_by_any_of_its_names(tmp_path: Path) -> None:
-    rollout = save(tmp_path / "r.jsonl", [{"prompt_ids": [3], "response_ids": [1], "rollout_log_probs": [-1.0]}])
-    for name in NAMES["log_probs"]:
-        (sample,) = read(rollout, save(tmp_path / "t.jsonl", [{name: [-2.0]}])).samples
-        assert sample.train_log_probs.tolist() == [-2.0]

@@ -14,9 +14,10 @@ import torch
 import mismatch_plugin as mp
 from mismatch_plugin.data.pack import pack, sampling_mask
 from mismatch_plugin.data.sample import Sample
-from mismatch_plugin.data.versions import WeightSpan, spans_of
+from mismatch_plugin.data.versions import WeightSpan
 from mismatch_plugin.log_probs import vocab_parallel_log_probs
 from mismatch_plugin.sglang.replies import parse_generate
+from tests.data.dumps import spans_of
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "sglang_generate"
 
@@ -145,10 +146,8 @@ def test_versions_arrive_by_number_or_as_they_are_numbered() -> None:
     full = mp.MismatchConfig(use_tis=True, metrics="full")
     metrics = mp.correct(pack([two, first]), full).statistics.metrics()
     assert len({round(value, 6) for name, value in metrics.items() if "version" in name}) >= 3
-    latest = sampled([-1.0], weight_versions=spans_of(["latest"]))
-    assert versions_of([latest], version_numbers={"latest": 4}) == [4]
-    with pytest.raises(ValueError, match=r"lacks weight versions .'latest'."):
-        pack([latest], version_numbers={"other": 4})
+    with pytest.raises(ValueError, match="'latest' does not end in a number: name versions by step"):
+        pack([sampled([-1.0], weight_versions=spans_of(["latest"]))])
     logged = json.loads((FIXTURES / "weights_updated_in_flight.json").read_text())
     flight = parse_generate(logged["response"], logged["request"]["input_ids"])
     assert versions_of([flight]) == [-1] * 163 + [2] * 237
@@ -171,19 +170,13 @@ def test_tokens_that_are_too_old_are_rejected_and_what_that_needs_is_named() -> 
         packed = pack(samples, STALE, trainer_version=trainer)
         assert packed.trainer_version == 7
         assert mp.correct(packed, STALE).keep.tolist() == [0, 1, 1, 0, 1]
-    numbers = {"v5": 1, "v6": 2, "v7": 3, "v8": 4}
-    packed = pack(samples, STALE, trainer_version="v8", version_numbers=numbers)
+    packed = pack(samples, STALE, trainer_version="v8")
     assert mp.correct(packed, STALE).keep.tolist() == [0, 0, 0, 0, 1]
     known = sampled([-1.0], [-1.0], weight_versions=spans_of(["v6"]))
     lost = sampled([-1.0] * 2, [-1.0] * 2, weight_versions=spans_of(["v6"]), sample_id="q2")
     given: list[tuple[list[Sample], dict[str, Any], str]] = [
         ([known, lost], {"trainer_version": 7}, "sample q2, position 1 has no weight version.*or leave --rs-max-stal"),
         ([known], {}, "trainer_version, which is missing"),
-        (
-            [known],
-            {"trainer_version": "v9", "version_numbers": {"v6": 0}},
-            "version_numbers lacks trainer_version 'v9'",
-        ),
         ([known], {"trainer_version": "step7"}, "'v6' and 'step7' are not one name"),
     ]
     for records, options, says in given:
@@ -231,6 +224,8 @@ def test_the_mask_follows_the_rows_that_train() -> None:
     assert mask is not None and mask.offsets.tolist() == [0, 3, 6, 9, 9, 9]
     assert drawn.kept_ids is not None and mask.token_ids.tolist() == [i for row in drawn.kept_ids for i in row]
     assert sampling_mask([second]) is None
+    with pytest.raises(ValueError, match="some samples have behaviour_log_probs"):
+        pack([drawn, second])
     with pytest.raises(ValueError, match="sample 1 was sampled with filters"):
         sampling_mask([drawn, sampled([-1.0], sampling={"top_k": 3})])
     lost = [*drawn.kept_ids[:2], [int(drawn.response_ids[2]) + 1]]
@@ -238,9 +233,3 @@ def test_the_mask_follows_the_rows_that_train() -> None:
     with pytest.raises(ValueError, match=r"sample q5, position 2: the sampled id \d+ is not among the 1 kept"):
         sampling_mask([drawn, wrong])
     assert sampling_mask([wrong.replace(loss_mask=[1, 1, 0])]) is not None
-
-
-def test_mixtures_of_log_probs_are_refused() -> None:
-    drawn, plain = filtered()[1], sampled([-1.0])
-    with pytest.raises(ValueError, match="some samples have behaviour_log_probs"):
-        pack([drawn, plain])

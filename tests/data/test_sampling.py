@@ -73,8 +73,6 @@ def test_greedy_is_what_sglang_takes_for_it(given: dict[str, Any], greedy: bool,
         ({"top_p": 0.9, "top_k": 5}, True, ""),
         ({"repetition_penalty": 1.1}, True, "penalties are part"),
         ({"min_new_tokens": 4}, False, "min_new_tokens=4 forbids"),
-        ({"temperature": 1e-7}, False, "greedy"),
-        ({"top_k": 1}, True, "greedy"),
     ],
 )
 def test_the_bias_that_remains_is_said(given: dict[str, Any], has_kept_ids: bool, says: str) -> None:

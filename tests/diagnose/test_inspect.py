@@ -269,6 +269,6 @@ def test_one_thread_unless_told_otherwise_or_a_model_scores(tmp_path: Path, monk
 
 
 def test_an_accepted_fault_that_leaves_no_token_decides_nothing() -> None:
-    samples = [one.with_fields(train_log_probs=[0.0] * len(one)) for one in noisy(0.01, 60, (20, 47), seed=7)]
+    samples = [one.with_fields(train_log_probs=np.zeros(len(one))) for one in noisy(0.01, 60, (20, 47), seed=7)]
     found = inspect(samples, "--brief", "--accept", "zero_fill")
     assert (found["verdict"], found["status"]) == ("undecided", 3), found["findings"]

@@ -12,8 +12,16 @@ from typer.testing import CliRunner, Result
 import mismatch_plugin as mp
 from mismatch_plugin.cli import app
 from mismatch_plugin.config.units import LEVELS
-from mismatch_plugin.explain.account import PADDING, Account, account, account_tables
-from mismatch_plugin.explain.example import MODES, batch_for, current_log_probs, explain_table
+from mismatch_plugin.explain.account import (
+    MODES,
+    PADDING,
+    Account,
+    account,
+    account_tables,
+    batch_for,
+    current_log_probs,
+    explain_table,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.report.kept import expected_kept, keeps, largest_kl
-from mismatch_plugin.report.presets import KEEPS, PRESET_NAMES, presets_table
+from mismatch_plugin.report.presets import KEEPS, PRESET_NAMES, expected_kept, keeps, largest_kl, presets_table
 
 
 def kept(config: mp.MismatchConfig, kl: float, length: int, responses: int = 600) -> float:

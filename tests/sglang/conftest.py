@@ -76,15 +76,14 @@ def start_tiny(
 
 @pytest.fixture(scope="session")
 def one(tiny_folder: Path) -> Iterator[CpuServer]:
-    """With the plugin."""
+    """With the plugin, as `two`."""
     with start_tiny(tiny_folder, "one") as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def two(tiny_folder: Path) -> Iterator[CpuServer]:
-    """With the plugin; it cuts its streams into parts."""
-    with start_tiny(tiny_folder, "two", "--incremental-streaming-output") as server:
+    with start_tiny(tiny_folder, "two") as server:
         yield server
 
 

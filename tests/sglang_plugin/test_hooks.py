@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from mismatch_plugin.sglang.modules import HEAD, TAPS_KEY, describe, row_hashes, unpack
-from mismatch_plugin.sglang.plugin import hooks, register
+from mismatch_plugin.sglang.plugin import register
 from mismatch_plugin.sglang.plugin.taps import Taps
 from tests.bisect.plants import IDS, tiny
 
-module: Any = sys.modules["mismatch_plugin.sglang.plugin.register"]
+hooks: Any = sys.modules["mismatch_plugin.sglang.plugin.register"]
 SWITCH, REQUIRE = "MISMATCH_PLUGIN_SGLANG", "MISMATCH_REQUIRE_CHANGE"
 
 
@@ -32,7 +32,7 @@ def test_settings_end_the_server_or_turn_the_plugin_off(
 ) -> None:
     """SGLang reports another exception of a plugin and goes on, so that the guard would be lost."""
     monkeypatch.setenv(name, value)
-    monkeypatch.setitem(sys.modules, module._SCHEDULER, None)
+    monkeypatch.setitem(sys.modules, hooks._SCHEDULER, None)
     if says:
         with pytest.raises(SystemExit, match=says):
             register()
@@ -51,7 +51,7 @@ def test_settings_end_the_server_or_turn_the_plugin_off(
     ],
 )
 def test_functions_of_sglang_that_are_missing_or_other(paths: Any, parameters: Any, optional: bool, reason: str):
-    found = module._missing(module.Target(paths, parameters, hooks.loaded, optional=optional))
+    found = hooks._missing(hooks.Target(paths, parameters, hooks.loaded, optional=optional))
     assert found.startswith(reason) and bool(found) == bool(reason)
 
 
@@ -86,7 +86,7 @@ class State:
 def test_a_hook_that_raises_is_off_unless_ranks_wait_in_it(monkeypatch: pytest.MonkeyPatch, hook: Any, tried: int):
     state = State(broken=True)
     monkeypatch.setattr(hooks, "_state", state)
-    guarded = module.harmless(hook)
+    guarded = hooks.harmless(hook)
     order = SimpleNamespace(selector="all", tags=None, action="reset_tensors")
     for _ in range(2):
         assert guarded(SimpleNamespace(success=True), None, order) is None

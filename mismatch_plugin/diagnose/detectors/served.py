@@ -128,7 +128,7 @@ def _temperature(batch: Batch, told: Told) -> list[Item]:
             continue
         wrong.append(sample)
         fix = GREEDY_FIX if sample.sampling.top_k == 1 else TEMPERATURE_FIXES["other"]
-        at = "more than one" if got is None else f"{got:g}"
+        at = "1 in batches that were all greedy" if got is None else f"{got:g}"
         said = f"asked for {asked:g}, log-probs are at {at} on {called(served.worker)}"
         reasons.setdefault(said, TEMPERATURE_FIXES["rollout_raw"] if raw else fix)
     if not wrong:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -85,14 +85,13 @@ def make_batch(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     trainer_version: int | str | None = None,
-    version_numbers: Mapping[str, int] | None = None,
 ) -> MegatronBatch:
     """One micro-batch for this rank: sequences one after the other (thd) or padded to the longest ([b, s]).
 
     Logits at position p predict token p + 1, so under context parallelism a token's log-prob is computed where its
     predecessor lives. Rows of prompts, tool tokens and padding are left out.
     align: the local length is made a multiple of it (tp under sequence parallelism).
-    trainer_version, version_numbers: as in `data.pack.pack`. The samples' `train_log_probs` are log π_old.
+    trainer_version: as in `data.pack.pack`. The samples' `train_log_probs` are log π_old.
     Where samples have kept ids, all log-probs are over these ids alone.
     Raises ValueError for a sample without prompt or advantage, or what `pack` refuses, or whose kept ids lack the
     sampled one. Invalid log-probs are left to the step.
@@ -113,7 +112,7 @@ def make_batch(
     groups = groups or ParallelGroups()
     size, rank = groups.cp_size, groups.cp_rank
     kept = kept_rows(samples)
-    whole = pack(samples, version_numbers=version_numbers, trainer_version=trainer_version, dtype=dtype, checked=False)
+    whole = pack(samples, trainer_version=trainer_version, dtype=dtype, checked=False)
     responses = [s.response_ids if s.trained_ids is None else s.trained_ids for s in samples]
     totals = [len(s.prompt_ids) + len(ids) for s, ids in zip(samples, responses, strict=True)]
     ids = _joined([part for s, ids in zip(samples, responses, strict=True) for part in (s.prompt_ids, ids)])

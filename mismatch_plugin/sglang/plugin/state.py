@@ -17,9 +17,8 @@ from mismatch_plugin.sglang.plugin.weights import LoadedWeights
 
 logger = logging.getLogger("mismatch_plugin")
 _TOP_K_OFF = 1 << 30
-_MOST_GREEDY, _LONGEST_ID = 10_000, 200
-_EVENTS, _SENT = "mismatch_plugin_events", "mismatch_plugin_sent"
-"""Attributes of SGLang's requests. Events: (fingerprint, since, tokens) of the weights that made tokens up to there."""
+_EVENTS = "mismatch_plugin_events"
+"""Attribute of SGLang's requests: (fingerprint, since, tokens) of the weights that made tokens up to there."""
 _PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "min_new_tokens": 0}
 _CONSTRAINTS = ("logit_bias", "json_schema", "regex", "ebnf", "structural_tag", "watermark")
 
@@ -38,9 +37,7 @@ class ServerState:
         self._label: str | None = None  # as it was last seen
         self._unnamed = False  # the weights came, and the label has not moved yet
         self._led = False  # the label moved, and the weights have not come yet
-        self._greedy: dict[str, bool] = {}  # request that was in an all-greedy batch → whether in others, too
         self._fresh = True  # no batch was computed with these weights yet
-        self._cuts_streams = bool(getattr(scheduler.server_args, "incremental_streaming_output", False))
         self._raw = bool(_module("sglang.srt.layers.sampler").SGLANG_RETURN_ORIGINAL_LOGPROB)
         self._label_before: str | None = None  # of the update that ended last, if nothing was sampled since
         self._label_at_begin = ""  # of the session under way
@@ -105,17 +102,14 @@ class ServerState:
             self._unnamed, self._label = False, name
 
     def _log_update(self, failed: bool, counted: bool) -> None:
-        told = self.weights.update
+        told, what = self.weights.update, f"update {self.weights.number}{', which failed,' if failed else ''}"
         if not counted:
-            return self._log("WARNING: an update failed and changed nothing", warn=True)
-        what = f"update {self.weights.number}{', which failed,' if failed else ''}"
-        if told is None:  # other pipeline stages or ranks are not done
-            return self._log(what)
-        what += f" changed {told['changed']} of {told['tensors']} tensors"
-        if told["changed_matrices"] == told["matrices"]:
-            return self._log(what)
-        unchanged = f", not {some(self.weights.unchanged)}" if told["changed"] else ""
-        return self._log(f"WARNING: {what}{unchanged}", warn=True)
+            what = "WARNING: an update failed and changed nothing"
+        elif told is not None:  # else other pipeline stages or ranks are not done
+            what += f" changed {told['changed']} of {told['tensors']} tensors"
+            if told["changed_matrices"] < told["matrices"]:
+                what = f"WARNING: {what}" + (f", not {some(self.weights.unchanged)}" if told["changed"] else "")
+        self._log(what)
 
     def _mark_requests(self) -> None:
         """Note on each request under way which weights made its tokens so far."""
@@ -133,13 +127,13 @@ class ServerState:
                 "mismatch_plugin: requests under way could not be marked: their spans are not to be trusted"
             )
 
-    def _log(self, what: str, warn: bool = False) -> None:
+    def _log(self, what: str) -> None:
         told = f"{self._facts['server']}, {what}: {self.weights.fingerprint} as version {label()!r}"
-        level = logging.WARNING if warn else logging.INFO
+        level = logging.WARNING if what.startswith("WARNING") else logging.INFO
         logger.log(level, "mismatch_plugin: weights of %s; %.3f s", told, self.weights.seconds)
 
     def before_batch(self, batch: Any) -> None:
-        """What is to be known of a batch before it is computed. Costs some comparisons, but for greedy requests."""
+        """What is to be known of a batch before it is computed. Costs some comparisons."""
         self._label_before = None
         self.cache.before_batch(batch)
         if self._fresh:
@@ -148,28 +142,6 @@ class ServerState:
             if self._unnamed and self._last is not None:  # a trainer that names its update after it
                 self._since[self._last] = name
             self._led, self._unnamed, self._label = not self._unnamed, False, name
-        sampling = batch.sampling_info
-        if sampling is None or not (sampling.is_all_greedy or self._greedy):
-            return
-        for req in batch.reqs:  # the sampler leaves every temperature out of a batch that is all greedy
-            if req.sampling_params.temperature == 1.0 or req.sampling_params.top_k != 1 or req.inflight_middle_chunks:
-                continue
-            if len(self._greedy) > _MOST_GREEDY:
-                self._greedy.clear()  # requests that were aborted before they had a reply
-            if sampling.is_all_greedy:
-                self._greedy.setdefault(req.rid, bool(req.output_ids))
-            elif req.rid in self._greedy:
-                self._greedy[req.rid] = True
-
-    def reply_parts(self, req: Any) -> list[dict[str, Any] | None]:
-        """What SGLang appends to the list that a reply holds. Where it cuts that list like the tokens of a stream, each
-        token before the last has a None in it."""
-        sent, length = getattr(req, _SENT, 0), _length(req)
-        filled = [None] * max(0, length - sent - 1) if self._cuts_streams and req.stream else []
-        setattr(req, _SENT, length)
-        if req.finished():
-            return [*filled, self.reply(req)]
-        return [*filled, None] if self._cuts_streams and req.stream and length > sent else []
 
     def reply(self, req: Any) -> dict[str, Any]:
         """The object of `data.served.Served` for a request that ended."""
@@ -179,9 +151,11 @@ class ServerState:
         shifts += [name for name in _CONSTRAINTS if getattr(params, name, None)]
         if getattr(req, "custom_logit_processor", None):
             shifts.append("custom_logit_processor")
+        # The sampler leaves every temperature out of a batch that is all greedy.
+        applied = None if params.top_k == 1 and params.temperature != 1.0 else params.temperature
         return {
             **self._facts,
-            "temperature": self._temperature(req),
+            "temperature": 1.0 if self._raw else applied,
             "log_probs_of": "raw" if self._raw else "tempered",
             "filters": [name for name, on in filters.items() if on],
             "shifts": shifts,
@@ -190,16 +164,11 @@ class ServerState:
             "update": self.weights.update,
         }
 
-    def _temperature(self, req: Any) -> float | None:
-        asked, mixed = req.sampling_params.temperature, self._greedy.pop(req.rid, None)
-        if self._raw or asked == 1.0 or mixed is False:
-            return 1.0
-        return None if mixed else asked
-
     def _spans(self, req: Any) -> list[dict[str, Any]]:
         """[start, end) and the fingerprint of the weights that made these tokens, over the whole response."""
         self.weights.complete()
-        length = _length(req)
+        # Without those that were computed behind the response's end.
+        length = len(req.output_ids) if req.finished_len is None else req.finished_len
         again = req.input_embeds is not None and req.retraction_count  # then SGLang samples all its tokens again
         events = () if again else getattr(req, _EVENTS, ())
         spans: list[dict[str, Any]] = []
@@ -231,8 +200,7 @@ def facts(scheduler: Any) -> dict[str, Any]:
     context = _module("sglang.srt.runtime_context")
     parallel = context.get_parallel()
     settings = {**vars(scheduler.server_args), **context.get_context().resolved_server_args_dict()}
-    given = " ".join(os.environ.get("MISMATCH_SERVER_ID", "").encode(errors="replace").decode().split())
-    name = given[:_LONGEST_ID] or f"{socket.gethostname()}:{settings['port']}/{os.getppid()}"
+    name = os.environ.get("MISMATCH_SERVER_ID") or f"{socket.gethostname()}:{settings['port']}/{os.getppid()}"
     processor, model = getattr(runner.model, "logits_processor", None), scheduler.model_config
     dtype, cache_dtype = (str(kind).removeprefix("torch.") for kind in (model.dtype, runner.kv_cache_dtype))
     return {
@@ -259,11 +227,6 @@ def facts(scheduler: Any) -> dict[str, Any]:
 def label() -> str:
     """The weight version that SGLang would name now."""
     return str(_module("sglang.srt.runtime_context").get_serving().weight_version)
-
-
-def _length(req: Any) -> int:
-    """Tokens of the response, without those that were computed behind its end."""
-    return len(req.output_ids) if req.finished_len is None else req.finished_len
 
 
 @cache

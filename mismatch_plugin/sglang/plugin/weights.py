@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from mismatch_plugin import __version__
 from mismatch_plugin.sglang.fingerprints import Digest, combined, digests, fingerprint, read_tensors, some, written
 
 logger = logging.getLogger("mismatch_plugin")
-_REQUIRED = "MISMATCH_REQUIRE_CHANGE"
+REQUIRE = "MISMATCH_REQUIRE_CHANGE"
 _KEPT = 8
 """Generations of what pipeline stages tell each other: one may be some updates behind."""
 _ELEMENTS = 256
@@ -36,12 +37,11 @@ def all_ready(ready: bool) -> bool:
     store = dist.distributed_c10d._get_default_store()
     keys = [f"mismatch_plugin/ready/{rank}" for rank in range(dist.get_world_size())]
     store.set(keys[dist.get_rank()], __version__ if ready else "no")
-    try:
+    verdict = "off"
+    with suppress(dist.DistStoreError):
         store.wait(keys, _PATIENCE)
-        told = {store.get(key) for key in keys}
-        verdict = "on" if told == {__version__.encode()} else "off"
-    except dist.DistStoreError:
-        verdict = "off"
+        if {store.get(key) for key in keys} == {__version__.encode()}:
+            verdict = "on"
     return store.compare_set("mismatch_plugin/verdict", "", verdict) == b"on"
 
 
@@ -65,13 +65,13 @@ def _stage(before: Sequence[Mapping[str, Digest]] | None, after: Sequence[Mappin
     """Of its ranks. One shard alone may stay: a part of the vocabulary, or an expert, of which no token was."""
     if before is None:
         return Stage(combined(after))
-    same = [{name for name, new in now.items() if old.get(name) == new} for old, now in zip(before, after, strict=True)]
-    matrices = [{name for name, (_, _, dimensions) in now.items() if dimensions > 1} for now in after]
-    idle = [own for own, of_rank in zip(same, matrices, strict=True) if of_rank and of_rank <= own]
-    names = dict.fromkeys(name for now in after for name in now)
-    changed = set().union(*(now.keys() - own for now, own in zip(after, same, strict=True)))
-    everywhere = [name for name in names if name not in changed]
-    return Stage(combined(after), everywhere, [*everywhere, *set().union(*idle).difference(everywhere)])
+    whole = combined(after)
+    matrices = {name for name, (_, _, dimensions) in whole.items() if dimensions > 1}
+    kept = [{name for name, new in now.items() if old.get(name) == new} for old, now in zip(before, after, strict=True)]
+    changed = {name for now, own in zip(after, kept, strict=True) for name in now.keys() - own}
+    idle = [own for now, own in zip(after, kept, strict=True) if now.keys() & matrices and now.keys() & matrices <= own]
+    same = whole.keys() - changed
+    return Stage(whole, sorted(same), sorted(same.union(*idle)))
 
 
 class LoadedWeights:
@@ -88,10 +88,9 @@ class LoadedWeights:
         self._taken = 0
         self._ranks: list[dict[str, Digest]] | None = None
         """Of this pipeline stage; None: of one of them they could not be taken."""
-        self._base = self._ranks
-        """As they were before the last update."""
         self._elements: Tensor | None = None
-        self._base_elements: Tensor | None = None
+        self._base: tuple[list[dict[str, Digest]] | None, Tensor | None] = (None, None)
+        """Both as they were before the last update."""
         self._changed_elements: float | None = None
         self._stage = Stage({})
         self._updated = self._awaits_stages = False
@@ -115,8 +114,9 @@ class LoadedWeights:
         share: float | None = None
         try:
             named = [*self._scheduler.tp_worker.model_runner.model.named_parameters()]
-            own, self._elements = digests(named), _elements(named)
-            share = self._share()
+            own, self._elements, before = digests(named), _elements(named), self._base[1]
+            if before is not None and self._elements is not None:
+                share = float((before != self._elements).float().mean())
         except Exception:  # the other ranks wait for an answer
             logger.exception("mismatch_plugin: no fingerprint of the weights could be taken")
         group = self._scheduler.weight_updater.tp_cpu_group
@@ -127,7 +127,7 @@ class LoadedWeights:
         shares = [one for _, _, one in told if one is not None]
         self._changed_elements = round(sum(shares) / len(shares), 5) if len(shares) == len(told) else None
         self._ranks = whole if len(whole) == len(told) else None
-        self._stage = Stage({}) if self._ranks is None else _stage(self._base, whole)
+        self._stage = Stage({}) if self._ranks is None else _stage(self._base[0], whole)
         self.tensors, self.fingerprint = {}, None
         self._updated = success is not None
         self._taken += 1
@@ -163,7 +163,7 @@ class LoadedWeights:
         last update.
         """
         if not goes_on:
-            self.number, self._base, self._base_elements = self.number + 1, self._ranks, self._elements
+            self.number, self._base = self.number + 1, (self._ranks, self._elements)
         update, self.update = self.update, None
         before = self._stage.tensors
         done = self.take(success)
@@ -174,14 +174,14 @@ class LoadedWeights:
             return ""
         if any(done) and not all(done):
             failed = ", ".join(str(rank) for rank, fine in enumerate(done) if not fine)
-            return f"{_REQUIRED}: the update failed on tensor-parallel rank {failed}, and did not on the others."
+            return f"{REQUIRE}: the update failed on tensor-parallel rank {failed}, and did not on the others."
         if kept is None:
-            return f"{_REQUIRED}: whether the update changed anything is not known: see the server's log."
+            return f"{REQUIRE}: whether the update changed anything is not known: see the server's log."
         changed = len(tensors) - len(kept)
         if changed >= required or (self.number == 1 and tensors == before):
             return ""
         return (
-            f"{_REQUIRED}={required}: the weights were loaded, and {changed} of {len(tensors)} tensors changed. "
+            f"{REQUIRE}={required}: the weights were loaded, and {changed} of {len(tensors)} tensors changed. "
             f"The same as before: {some(sorted(kept))}."
         )
 
@@ -218,8 +218,3 @@ class LoadedWeights:
                 "unchanged": self.unchanged[:3],
                 "changed_elements": self._changed_elements,
             }
-
-    def _share(self) -> float | None:
-        """Of the sampled elements of this rank, that the last update changed. One host sync."""
-        before, now = self._base_elements, self._elements
-        return None if before is None or now is None else float((before != now).float().mean())

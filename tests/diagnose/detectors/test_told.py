@@ -160,7 +160,7 @@ CASES: list[tuple[list[Sample], list[str], list[str]]] = [
     ([record(shifts=["repetition_penalty=1.1"], sampling={"repetition_penalty": 1.1})], [], []),
     # The temperature that was applied.
     ([record(sampling=COLD | {"top_k": 1})], ["temperature"], ["asked for 0.7, log-probs are at 1 on a:1"]),
-    ([record(sampling=COLD | {"top_k": 1}, temperature=None)], ["temperature"], ["at more than one on"]),
+    ([record(sampling=COLD | {"top_k": 1}, temperature=None)], ["temperature"], ["in batches that were all greedy"]),
     ([record(sampling=COLD, temperature=0.9)], ["temperature"], ["asked for 0.7, log-probs are at 0.9"]),
     ([record(sampling=COLD, temperature=0.7 * (1 + 1e-8))], [], []),
     ([record(sampling={"temperature": 0.0}, filters=["top_k=1"])], [], []),

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from mismatch_plugin.data.sample import Sample
-from mismatch_plugin.data.versions import spans_of
 from mismatch_plugin.report.log import read_steps
+from tests.data.dumps import spans_of
 from tests.distributed.hook_worker import (
     VOCAB,
     Layout,
