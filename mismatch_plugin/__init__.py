@@ -5,9 +5,8 @@ from mismatch_plugin.config import ImportanceSampling, MismatchConfig, MismatchW
 from mismatch_plugin.config.criteria import Criterion, Rejection
 from mismatch_plugin.config.flags import add_arguments
 from mismatch_plugin.core.correction import Correction, correct
-from mismatch_plugin.core.gate import GateError
 from mismatch_plugin.core.groups import group_advantages
-from mismatch_plugin.core.health import HealthWarning, check_health
+from mismatch_plugin.core.health import GateError, HealthWarning, check_health
 from mismatch_plugin.core.loss import PolicyLoss, policy_loss
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences

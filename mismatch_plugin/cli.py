@@ -103,7 +103,7 @@ def presets(
     mismatch_plugin.preset() in Python.
     """
     from mismatch_plugin.report.presets import PRESET_NAMES, preset_table, presets_table
-    from mismatch_plugin.report.terminal import show
+    from mismatch_plugin.report.table import show
 
     try:
         table = presets_table() if name is None else preset_table(name)

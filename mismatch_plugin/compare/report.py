@@ -37,9 +37,8 @@ from mismatch_plugin.config.values import ignore_mismatch_warnings
 from mismatch_plugin.files import encodable, write_whole
 from mismatch_plugin.report.log import to_json
 from mismatch_plugin.report.presets import as_flags
-from mismatch_plugin.report.table import NOTHING, Table, figure, number, p_value, signed
+from mismatch_plugin.report.table import NOTHING, Table, figure, number, p_value, signed, terminal
 from mismatch_plugin.report.templates import environment
-from mismatch_plugin.report.terminal import terminal
 
 PALETTE = ("#000000", "#D55E00", "#0072B2", "#009E73", "#E69F00", "#CC79A7", "#6B3A00", "#7F7F7F")
 DASHES = ("", "6 1.5", "1.5 1", "6 1.5 1 1.5", "3 1.2", "6 1 1 1 1 1", "10 3", "2 3")

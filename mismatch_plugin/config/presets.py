@@ -14,7 +14,7 @@ from typing import Any
 
 from mismatch_plugin.config.values import bounds, merge, number, unknown
 
-Settings = dict[str, Any]
+Nested = dict[str, Any]
 Parameters = Mapping[str, Any]
 """Name → value of a preset's parameters."""
 
@@ -35,7 +35,7 @@ class Preset:
 
     names: str
     algorithm: int
-    parts: tuple[Settings | Callable[[Parameters], Settings], ...]
+    parts: tuple[Nested | Callable[[Parameters], Nested], ...]
     parameters: Parameters
     summary: str
     when: str
@@ -56,7 +56,7 @@ class Preset:
         """The first of its names without the prefix decoupled_, where it has one: what advice and predictions say."""
         return next((name for name in self.names.split() if not name.startswith("decoupled_")), self.name)
 
-    def settings(self, **overrides: Any) -> Settings:
+    def settings(self, **overrides: Any) -> Nested:
         """Nested settings for `MismatchConfig.build`. Raises ValueError for a parameter that the preset lacks."""
         if missing := [name for name in self.required if name not in overrides]:
             example = ", ".join(f"{name}={value}" for name, value in self.required.items())
@@ -90,7 +90,7 @@ def preset_names() -> tuple[str, ...]:
     return tuple(name for record in PRESETS for name in record.names.split())
 
 
-def _bounds(given: Parameters, name: str) -> Settings:
+def _bounds(given: Parameters, name: str) -> Nested:
     """Bounds that the parameters `name` and `name_lower` give; lower_bound is left out where neither has one."""
     lower, upper = bounds(given[name], name)
     apart = given.get(f"{name}_lower")
@@ -101,30 +101,30 @@ def _bounds(given: Parameters, name: str) -> Settings:
     return {"upper_bound": upper} | ({} if lower is None else {"lower_bound": lower})
 
 
-def _weights(level: str, given: Parameters) -> Settings:
+def _weights(level: str, given: Parameters) -> Nested:
     """Importance weights truncated at the threshold; with two bounds, IcePop: masked, the rejected still counted."""
     tis = {"level": level, **_bounds(given, "is_threshold" if "is_threshold" in given else "threshold")}
     return {"tis": {**tis, "mode": "mask"}, "denominator": "original"} if "lower_bound" in tis else {"tis": tis}
 
 
-def _ratio(aggregate: str, given: Parameters) -> Settings:
+def _ratio(aggregate: str, given: Parameters) -> Nested:
     """Rejection of sequences outside rs_threshold; the lower bound of a ratio is its reciprocal unless given."""
     return {"rs": {"criteria": ({"aggregate": aggregate, **_bounds(given, "rs_threshold")},)}}
 
 
-def _criteria(*specs: str) -> Callable[[Parameters], Settings]:
+def _criteria(*specs: str) -> Callable[[Parameters], Nested]:
     """Criteria as `--rs-criterion` takes them, with the names of parameters in braces."""
     return lambda given: {"rs": {"criteria": tuple(spec.format_map(given) for spec in specs)}}
 
 
-def _opsm(given: Parameters) -> Settings:
+def _opsm(given: Parameters) -> Nested:
     """mean(log μ − log p) > δ: the geometric mean of ρ below e^−δ."""
     if (delta := number(given["delta"], "delta")) < 0:
         raise ValueError(f"delta of preset opsm is {delta:g}: it should be greater than or equal to 0.")
     return {"rs": {"criteria": (f"sequence_mean:k1:{math.exp(-delta)}:inf@negative",), "policy": "current"}}
 
 
-def _second_moment(given: Parameters) -> Settings:
+def _second_moment(given: Parameters) -> Nested:
     """M2PO's bound on the mean of l², which is twice k2."""
     half = number(given["second_moment"], "second_moment") / 2.0
     return {"rs": {"criteria": (f"token:k2:{half}:mean={half}",)}}
@@ -133,13 +133,13 @@ def _second_moment(given: Parameters) -> Settings:
 _TOKEN, _SEQUENCE, _PREFIX = (partial(_weights, level) for level in ("token", "sequence", "prefix"))
 _PRODUCT, _GEO = partial(_ratio, "sequence_sum"), partial(_ratio, "sequence_mean")
 _K3 = _criteria("sequence_mean:k3:{rs_threshold}")
-_UNWEIGHTED: Settings = {"tis": {"level": "none"}}
-_ORIGINAL: Settings = {"denominator": "original"}
-_EACH_RESPONSE: Settings = {"aggregation": "seq-mean-token-mean"}
+_UNWEIGHTED: Nested = {"tis": {"level": "none"}}
+_ORIGINAL: Nested = {"denominator": "original"}
+_EACH_RESPONSE: Nested = {"aggregation": "seq-mean-token-mean"}
 _AT_ONE = {"lower_bound": 0.0, "upper_bound": 1.0, "lower_bound_positive": 1.0, "upper_bound_positive": 1.0}
 
 
-def _veto(given: Parameters) -> Settings:
+def _veto(given: Parameters) -> Nested:
     return {"rs": {"veto_threshold": given["veto_threshold"]}}
 
 

@@ -17,8 +17,7 @@ from mismatch_plugin.data.arrays import NULL, Bools, Floats, Ids
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import remaining_bias
 from mismatch_plugin.data.versions import number_versions, version_of_tokens
-from mismatch_plugin.log_probs.arguments import RaggedSamplingMask
-from mismatch_plugin.parallel.kept_ids import check_kept_ids, ragged_mask
+from mismatch_plugin.log_probs.arguments import RaggedSamplingMask, check_kept_ids, ragged_mask
 
 _SHOWN = 3
 """Misfits that an error names; the others are counted."""

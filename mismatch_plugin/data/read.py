@@ -15,7 +15,7 @@ from mismatch_plugin.data.formats import FORMATS, Format
 from mismatch_plugin.data.sample import LogProbsOf, Sample
 from mismatch_plugin.data.source import READ, Source, open_source
 
-_SUFFIXES = (".pt", ".pth", ".npz", ".parquet", ".jsonl", ".json")
+SUFFIXES = (".pt", ".pth", ".npz", ".parquet", ".jsonl", ".json")
 
 
 class InputError(ValueError):
@@ -130,7 +130,7 @@ def _files(path: Path) -> tuple[list[Path], list[str]]:
         raise ValueError(f"{path} is not there.")
     if not path.is_dir():
         return [path], []
-    inside = [file for file in path.iterdir() if file.suffix.lower() in _SUFFIXES and not file.name.startswith(".")]
+    inside = [file for file in path.iterdir() if file.suffix.lower() in SUFFIXES and not file.name.startswith(".")]
     files = sorted((file for file in inside if not file.name.startswith("eval_")), key=_numbers)
     if not files:
         raise ValueError(f"{path} holds no dump: none of its files is {READ}.")

@@ -97,7 +97,7 @@ def inspect(
     """
     from mismatch_plugin.data.read import InputError
     from mismatch_plugin.diagnose.diagnosis import diagnose_files, own_settings
-    from mismatch_plugin.diagnose.flags import HOSTS
+    from mismatch_plugin.diagnose.flags import TITLES
     from mismatch_plugin.diagnose.normal import Hints
     from mismatch_plugin.diagnose.run_sources import kind_of
     from mismatch_plugin.diagnose.runs import inspect_run
@@ -106,8 +106,8 @@ def inspect(
 
     try:
         host = None if host is None else host_name(host)
-        if host is not None and host not in HOSTS:
-            raise InputError(f"--host {host} is unknown: choose from {', '.join(HOSTS)}.")
+        if host is not None and host not in TITLES:
+            raise InputError(f"--host {host} is unknown: choose from {', '.join(TITLES)}.")
         if out is not None and (brief or no_report):
             word = "--brief" if brief else "--no-report"
             raise InputError(f"--out {out} and {word} contradict each other: leave one out.")
@@ -174,7 +174,7 @@ def inspect(
         typer.echo(diagnosis.model_dump_json(indent=2))
     else:
         from mismatch_plugin.diagnose.screen import show
-        from mismatch_plugin.report.terminal import terminal
+        from mismatch_plugin.report.table import terminal
 
         show(diagnosis, terminal(), host=host, report=written, brief=brief)
     if note:

@@ -13,17 +13,17 @@ from mismatch_plugin.config.fields import leaf_fields, value_and_default
 from mismatch_plugin.config.presets import COMPLETE, find_preset
 from mismatch_plugin.config.values import ignore_mismatch_warnings, merge
 from mismatch_plugin.hooks.base import METHODS, Lack
-from mismatch_plugin.hooks.hosts import HOSTS as TRAINERS
+from mismatch_plugin.hooks.hosts import HOSTS
 from mismatch_plugin.report.presets import as_flags, quiet_preset
 
 PYTHON = "python"
-HOSTS: dict[str, str] = {**{name: host.title for name, host in TRAINERS.items()}, PYTHON: "Python"}
+TITLES: dict[str, str] = {**{name: host.title for name, host in HOSTS.items()}, PYTHON: "Python"}
 """Host → its name as people write it, in the order in which they are shown."""
 
 
 def trainer_of(format: str) -> str | None:
     """The trainer that writes dumps of this format; None where several do, or none."""
-    return next((name for name, host in TRAINERS.items() if format in host.dumps), None)
+    return next((name for name, host in HOSTS.items() if format in host.dumps), None)
 
 
 def config_of(settings: Mapping[str, Any]) -> MismatchConfig:
@@ -44,17 +44,17 @@ def flags_for(config: MismatchConfig, host: str) -> str:
     """
     if host == PYTHON:
         return _python(config)
-    if host not in TRAINERS:
-        raise ValueError(f"host {host!r} is unknown: choose one of {', '.join(HOSTS)}.")
+    if host not in HOSTS:
+        raise ValueError(f"host {host!r} is unknown: choose one of {', '.join(TITLES)}.")
     allowed, notes = available(config, host)
     words = " ".join(map(shlex.quote, shortest_flags(allowed)))
-    command = TRAINERS[host].paste.replace("{flags}", words).replace("{python}", _python(allowed))
+    command = HOSTS[host].paste.replace("{flags}", words).replace("{python}", _python(allowed))
     return "\n".join([*(f"# {note}" for note in notes), *[command.strip()] * has_algorithm(host, allowed)])
 
 
 def has_algorithm(host: str | None, config: MismatchConfig) -> bool:
     """Whether a trainer can run the algorithm of these settings, whatever it leaves out of them; None: any trainer."""
-    return host not in TRAINERS or all(METHODS[key].paths for key in TRAINERS[host].lacking(config))
+    return host not in HOSTS or all(METHODS[key].paths for key in HOSTS[host].lacking(config))
 
 
 def saves_the_pass(host: str | None) -> bool:
@@ -86,7 +86,7 @@ def _presets() -> list[tuple[str, MismatchConfig]]:
 
 def available(config: MismatchConfig, name: str) -> tuple[MismatchConfig, tuple[str, ...]]:
     """(the settings that a host takes from us, sentences on the rest)."""
-    host, data, notes = TRAINERS[name], config.model_dump(exclude_unset=True), list[str]()
+    host, data, notes = HOSTS[name], config.model_dump(exclude_unset=True), list[str]()
     for field in leaf_fields(MismatchConfig):
         value, default = value_and_default(config, field.path)
         where = next((where for start, where in host.owns.items() if field.path.startswith(start)), None)

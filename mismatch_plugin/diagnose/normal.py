@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from mismatch_plugin.core.gate import DEFAULT_GATE_KL
-from mismatch_plugin.core.health import MAX_KL
+from mismatch_plugin.core.health import DEFAULT_GATE_KL, MAX_KL
 from mismatch_plugin.diagnose.result import FaultName, Gate, Mismatch
 from mismatch_plugin.limits import USUAL_KL
 from mismatch_plugin.report.table import figure

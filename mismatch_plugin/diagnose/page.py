@@ -9,8 +9,8 @@ from pathlib import Path
 
 import mismatch_plugin
 from mismatch_plugin.core.metrics.registry import PREFIX
-from mismatch_plugin.diagnose import screen as words
-from mismatch_plugin.diagnose.flags import HOSTS
+from mismatch_plugin.diagnose import screen
+from mismatch_plugin.diagnose.flags import TITLES
 from mismatch_plugin.diagnose.result import Diagnosis, Histogram, Prediction
 from mismatch_plugin.files import write_whole
 from mismatch_plugin.limits import SAFETY_BOUND
@@ -34,9 +34,9 @@ def write_page(diagnosis: Diagnosis, path: Path, *, host: str | None = None) -> 
     verdict, _, rest = diagnosis.headline.partition(": ")
     flags = dict[str, str]()
     if advice := diagnosis.recommendation:
-        every = {HOSTS.get(name, name): text for name, text in advice.flags.items()}
-        first = HOSTS.get(host, host) if host else "any trainer"
-        flags = {first: every.pop(first, words.neutral_flags(advice.settings)), **every}
+        every = {TITLES.get(name, name): text for name, text in advice.flags.items()}
+        first = TITLES.get(host, host) if host else "any trainer"
+        flags = {first: every.pop(first, screen.neutral_flags(advice.settings)), **every}
     html = (
         environment()
         .get_template("diagnose/page.html.j2")
@@ -44,16 +44,16 @@ def write_page(diagnosis: Diagnosis, path: Path, *, host: str | None = None) -> 
             d=diagnosis,
             verdict=verdict,
             headline=rest,
-            normal=words.is_it_normal(diagnosis),
-            undecided=words.undecided(diagnosis),
-            gate=words.gate_words(diagnosis.gate) if diagnosis.gate else None,
+            normal=screen.is_it_normal(diagnosis),
+            undecided=screen.undecided(diagnosis),
+            gate=screen.gate_words(diagnosis.gate) if diagnosis.gate else None,
             flags=flags,
             picture=None if diagnosis.histogram is None else _draw(diagnosis.histogram),
             units=UNITS,
             tables=_tables(diagnosis),
             predictions=_predictions(diagnosis),
             breakdowns={} if diagnosis.size is None else diagnosis.size.breakdowns,
-            words=words,
+            screen=screen,
             figure=figure,
             made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
             version=mismatch_plugin.__version__,
@@ -88,7 +88,7 @@ def _draw(of: Histogram) -> bytes | None:
 
 def _tables(diagnosis: Diagnosis) -> dict[str, Table]:
     """Those that have rows."""
-    sizes = [(name, f"{value} {unit}".strip()) for name, value, unit in words.size_rows(diagnosis)]
+    sizes = [(name, f"{value} {unit}".strip()) for name, value, unit in screen.size_rows(diagnosis)]
     quantiles = [
         (f"{name.removeprefix('p')} %", compact(value), compact(math.exp(min(max(value, -SAFETY_BOUND), SAFETY_BOUND))))
         for name, value in (diagnosis.size.quantiles if diagnosis.size else {}).items()
@@ -111,7 +111,7 @@ HEADERS = ("setting", "choice", "kept", "kept, A > 0", "kept, A < 0", "ESS of we
 
 def _predictions(diagnosis: Diagnosis) -> Table:
     """All predictions, the chosen ones first."""
-    chosen = words.chosen_predictions(diagnosis)
+    chosen = screen.chosen_predictions(diagnosis)
     others = [item for item in diagnosis.predictions if all(item is not other for _, other in chosen)]
     rows = [_row(item, mark) for mark, item in [*chosen, *(("", item) for item in others)]]
     return Table("Predictions", HEADERS, tuple(rows))
@@ -119,14 +119,14 @@ def _predictions(diagnosis: Diagnosis) -> Table:
 
 def _row(item: Prediction, mark: str) -> tuple[str, ...]:
     def part(value: float | None) -> str:
-        return NOTHING if value is None else words.share(value)
+        return NOTHING if value is None else screen.share(value)
 
     return (
         item.setting,
         mark,
         *map(part, (item.kept, item.kept_positive, item.kept_negative, item.ess)),
         *map(figure, (item.mean_weight, item.max_weight)),
-        words.times(item.noise),
+        screen.times(item.noise),
         figure(item.bias),
         part(item.groups_changed),
         "yes" if item.second_pass else "no",

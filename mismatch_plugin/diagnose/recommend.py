@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.values import dotted_fields_set, get_path, ignore_mismatch_warnings
 from mismatch_plugin.core.metrics.registry import PREFIX
-from mismatch_plugin.diagnose.flags import HOSTS, flags_for, has_algorithm, preset_of, saves_the_pass
+from mismatch_plugin.diagnose.flags import TITLES, flags_for, has_algorithm, preset_of, saves_the_pass
 from mismatch_plugin.diagnose.measure import OLD_SHARE, Figures
 from mismatch_plugin.diagnose.normal import FAR_K3, SMALL_K3, UNEXPLAINED
 from mismatch_plugin.diagnose.predict import KEPT, Bounds
@@ -288,7 +288,7 @@ def recommend(
             setting=preset or name,
             preset=preset,
             settings=config.model_dump(mode="json", exclude_unset=True),
-            flags={host: flags_for(config, host) for host in HOSTS},
+            flags={host: flags_for(config, host) for host in TITLES},
             reasons=(f"{rule.run}: {size}", *reasons, predicted),
             watch=tuple(_watch(figures, config, found)),
         )

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from mismatch_plugin.data.sample import Sample
 
 FaultName = str
-"""A key of `detectors.run.FAULTS`."""
+"""A name in `detectors.run.FAULTS`."""
 LogProbSide = Literal["rollout", "training"]
 SIDES: tuple[LogProbSide, ...] = get_args(LogProbSide)
 Side = Literal["rollout", "training", "both"]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from mismatch_plugin.core.metrics.registry import PREFIX
+from mismatch_plugin.data.read import SUFFIXES
 from mismatch_plugin.files import read_lines, read_text
 from mismatch_plugin.hooks.hosts import HOSTS
 from mismatch_plugin.report.log import METRICS, number_in, read_steps, record_in
@@ -24,7 +25,6 @@ Rows = list[dict[str, float]]
 _EVENTS = "tfevents"
 """In the name of each of TensorBoard's files."""
 _CSV = (".csv", ".tsv")
-_DUMPS = (".pt", ".pth", ".npz", ".parquet", ".jsonl", ".json")
 _STEP_NAMES = ("step", "global_step", "iteration")
 _SPREAD = ("__MIN", "__MAX")
 """W&B's charts export the range of each point next to its value."""
@@ -81,7 +81,7 @@ def _files(path: Path) -> tuple[Literal["lines", "csv", "events"], list[Path]]:
     if events := sorted(path.rglob(f"*{_EVENTS}*")):
         return "events", events
     files = sorted(path.iterdir())
-    holds_dump = any(file.suffix.lower() in _DUMPS for file in files)
+    holds_dump = any(file.suffix.lower() in SUFFIXES for file in files)
     return "csv", [] if holds_dump else [file for file in files if file.suffix.lower() in _CSV]
 
 

@@ -21,8 +21,7 @@ from mismatch_plugin.diagnose.normal import gate
 from mismatch_plugin.diagnose.result import Verdict
 from mismatch_plugin.diagnose.run_sources import ABS_GAP, Source, read_source
 from mismatch_plugin.report.log import METRICS, SETTINGS, to_json
-from mismatch_plugin.report.table import NOTHING, Table, figure, printable
-from mismatch_plugin.report.terminal import terminal
+from mismatch_plugin.report.table import NOTHING, Table, figure, printable, terminal
 
 Row = Mapping[str, float]
 Mean = Callable[[str], float]

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.diagnose.detectors.run import NO_TRAINING
-from mismatch_plugin.diagnose.flags import HOSTS, config_of, shortest_flags, trainer_of
+from mismatch_plugin.diagnose.flags import TITLES, config_of, shortest_flags, trainer_of
 from mismatch_plugin.diagnose.normal import SMALL_K3, UNEXPLAINED, size_class
 from mismatch_plugin.diagnose.result import TOO_FEW, Diagnosis, Finding, Gate, Prediction, Verdict
 from mismatch_plugin.report.table import NOTHING, figure, printable, shows_unicode
@@ -248,7 +248,7 @@ def _advice(screen: _Screen, diagnosis: Diagnosis, host: str | None) -> None:
     if host is None:
         screen.say(f"Flags, for any trainer (--host {others} prints a launch line):")
     else:
-        screen.say(f"{HOSTS.get(host, host)} (--host {others} for the others):")
+        screen.say(f"{TITLES.get(host, host)} (--host {others} for the others):")
     for line in (neutral_flags(advice.settings) if host is None else advice.flags[host]).splitlines():
         screen.say(line, "cyan", whole=True)
     for watched in advice.watch[:1]:

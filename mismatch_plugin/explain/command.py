@@ -28,7 +28,7 @@ def explain(
     """
     from mismatch_plugin.config import MismatchConfig
     from mismatch_plugin.explain.account import account_tables, batch_for, current_log_probs, explain_table
-    from mismatch_plugin.report.terminal import show
+    from mismatch_plugin.report.table import show
 
     if not context.args:
         tables = (explain_table(),)

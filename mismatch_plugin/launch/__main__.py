@@ -25,12 +25,12 @@ from mismatch_plugin.launch import patched
 from mismatch_plugin.launch.command_line import HOST_FLAG, Target, divide, help_text, is_below, make_plan, named_host
 from mismatch_plugin.launch.guard import Guard, refusal
 
-LAUNCHED = [host.name for host in HOSTS.values() if host.launch]
+LAUNCHABLE = [host.name for host in HOSTS.values() if host.launch]
 _LINE = "python -m mismatch_plugin.launch [--mismatch-host NAME] TRAIN_SCRIPT ARGS…   (or -m MODULE ARGS…)"
 _DESCRIPTION = (
     "Runs a training script with the flags below taken off its command line, checked, and set in the host's own way; "
     "every other flag is the host's. The host is found by what the script imports, or named by --mismatch-host: "
-    f"{', '.join(LAUNCHED)}."
+    f"{', '.join(LAUNCHABLE)}."
 )
 
 
@@ -57,7 +57,7 @@ def host_of(script: str, imported: set[str], named: str | None = None) -> Host:
     found = [host for host in HOSTS.values() if any(is_below(name, host.packages) for name in imported)]
     if len(found) == 1:
         return found[0]
-    say = f"say which it is, {HOST_FLAG} {'|'.join(LAUNCHED)}"
+    say = f"say which it is, {HOST_FLAG} {'|'.join(LAUNCHABLE)}"
     if found:
         raise ValueError(f"{script} imports {' and '.join(host.name for host in found)}: {say}.")
     raise ValueError(

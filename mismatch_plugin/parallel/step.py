@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.correction import Correction, correct
-from mismatch_plugin.core.gate import check_gate
+from mismatch_plugin.core.health import check_gate
 from mismatch_plugin.core.loss import PolicyLoss, known_before_loss, sum_tokens, token_loss
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences

@@ -1,4 +1,4 @@
-"""A table as data, and its two renderings: markdown and rich."""
+"""A table as data, its two renderings, markdown and rich, and the terminal."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table as RichTable
 
 NOTHING = "–"
@@ -146,3 +147,23 @@ def shows_unicode(encoding: str) -> bool:
 
 def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def terminal() -> Console:
+    """Rich's, which prints text as it is: names such as token:tv:0.1 hold no markup and no emoji."""
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+def show(table: Table, markdown: bool = False) -> None:
+    """Print a table: rich, or GitHub's markdown."""
+    import typer
+
+    if markdown:
+        typer.echo(table.to_markdown(), nl=False)
+        return
+    console = terminal()
+    console.print(table.to_rich())
+    for note in table.notes:
+        console.print(note, soft_wrap=" --" in note)  # flags, which one may want to copy, stay on one line

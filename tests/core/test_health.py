@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.core.gate import GateError, check_gate
-from mismatch_plugin.core.health import ALL_RULES
+from mismatch_plugin.core.health import ALL_RULES, GateError, check_gate
 from tests.core.worked import config, metrics_of, of_log_ratios, weighted
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.core.gate import GateError
+from mismatch_plugin.core.health import GateError
+from mismatch_plugin.log_probs.arguments import check_kept_ids, ragged_mask
 from mismatch_plugin.parallel.agreement import difference, step_kind
 from mismatch_plugin.parallel.groups import ParallelGroups
-from mismatch_plugin.parallel.kept_ids import check_kept_ids, ragged_mask
 from mismatch_plugin.parallel.step import Step, end_step
 from tests.distributed.agreement_worker import SETTINGS, Case, Grid, batch, begin, hook_of
 from tests.distributed.launch import launch

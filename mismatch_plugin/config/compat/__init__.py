@@ -1,4 +1,4 @@
-"""Settings in the spelling of slime and of verl, read as a `MismatchConfig`.
+"""Settings in the spelling of slime, verl and NeMo-RL, read as a `MismatchConfig`.
 
 What the other system accepts is accepted here; what would have no effect there or here is a MismatchWarning, so that a
 configuration that runs today still runs and its owner learns which lines do nothing.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mismatch_plugin.core.gate import check_gate
+from mismatch_plugin.core.health import check_gate
 from mismatch_plugin.core.rejection import BUDGET_BINS, budget_threshold
 from mismatch_plugin.core.validity import Locator, invalid_error, stopping_kinds
 from mismatch_plugin.core.weights import batch_factor

@@ -149,12 +149,15 @@ def find_swapped(batch: Batch) -> Outcome:
             swapped.append((sample, other, comparison))
     if not swapped:
         return [], batch
+    changed: dict[int, dict[str, Any]]
     changed = {sample.index: {"train_log_probs": other.train_log_probs} for sample, other, _ in swapped}
     if len(swapped) > MAJORITY * len(judged):  # what is too short to be found again is not at its place either
         whole = [sample for sample in judged if len(sample.train_log_probs) == len(sample)]
         fit = {sample.index for sample in whole if average(distances(sample)) < MIN_GAIN_NATS}
-        lost = {one.index: _incomparable(one) for one in batch if one.index not in fit}
-        changed = lost | changed
+        for one in batch:  # the others are out of every comparison that follows
+            if one.index not in fit:
+                incomparable = {"train_log_probs": np.full(len(one), np.nan), "loss_mask": np.zeros(len(one), bool)}
+                changed.setdefault(one.index, incomparable)
     pairs = ", ".join(f"{sample.index}→{owner.index}" for sample, owner, _ in swapped[:6])
     more = f" and {len(swapped) - 6} more" if len(swapped) > 6 else ""
     before, after = (np.mean([getattr(one, name) for *_, one in swapped]) for name in ("own", "other"))
@@ -165,11 +168,6 @@ def find_swapped(batch: Batch) -> Outcome:
     samples = [sample for sample, *_ in swapped]
     found = batch.finding("swapped_samples", "both", evidence, SWAP_FIX, samples, of_samples=len(judged))
     return [found], batch.with_values(changed)
-
-
-def _incomparable(sample: Sample) -> dict[str, Any]:
-    """Fields that take the sample out of every comparison that follows."""
-    return {"train_log_probs": np.full(len(sample), np.nan), "loss_mask": np.zeros(len(sample), dtype=bool)}
 
 
 def _closest(sample: Sample, others: list[Sample]) -> Sample:

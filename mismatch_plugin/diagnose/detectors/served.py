@@ -33,7 +33,7 @@ LIKELY_AGAIN = math.log(1e-9)
 
 GREEDY_FIX = "Sample with top_k ≠ 1, or at temperature 1: SGLang has log-probs of greedy batches at temperature 1."
 DEFAULTS_FIX = "Send every sampling parameter with the request: a generation_config or the server may set others."
-RECORD_FIX = "Record what was asked for (`sampling`, with a record)."
+RECORD_SAMPLING = "Record what was asked for (`sampling`, with a record)."
 DIFFERS_FIX = "Start all servers of a run with the same arguments and the same SGLang; or --accept server_differs."
 CACHE_FIX = (
     "Flush the KV cache with every update: flush_cache true in its last request, under a pause that retracts or aborts "
@@ -111,7 +111,7 @@ def find_settings(batch: Batch) -> Outcome:
                 f"{few(sample.worker for sample in samples)} applied {values} to {len(samples)} of {len(batch)} "
                 f"samples whose records tell nothing of it."
             )
-            fix = f"{DEFAULTS_FIX if any(sample.asked for sample in samples) else RECORD_FIX} {fix}"
+            fix = f"{DEFAULTS_FIX if any(sample.asked for sample in samples) else RECORD_SAMPLING} {fix}"
             found.append(batch.finding(fault, "rollout", evidence, fix, samples, confidence="certain"))
     return [*_temperature(batch, told), *found, *_differ(batch, told)], batch
 

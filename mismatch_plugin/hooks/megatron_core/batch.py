@@ -15,7 +15,7 @@ from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.data.arrays import Ids
 from mismatch_plugin.data.pack import kept_rows, pack
 from mismatch_plugin.data.sample import Sample
-from mismatch_plugin.log_probs.arguments import RaggedSamplingMask
+from mismatch_plugin.log_probs.arguments import RaggedSamplingMask, ragged_mask
 from mismatch_plugin.parallel.context import (
     ContextLayout,
     LocalTokens,
@@ -27,7 +27,6 @@ from mismatch_plugin.parallel.context import (
     split_tokens,
 )
 from mismatch_plugin.parallel.groups import ParallelGroups
-from mismatch_plugin.parallel.kept_ids import ragged_mask
 
 
 @dataclass(frozen=True, eq=False)

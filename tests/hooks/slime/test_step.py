@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mismatch_plugin.core.gate import GateError
+from mismatch_plugin.core.health import GateError
 from mismatch_plugin.hooks import slime
 from tests.distributed.launch import launch
 from tests.full import FULL

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import mismatch_plugin as mp
-from mismatch_plugin.core.gate import GateError
+from mismatch_plugin.core.health import GateError
 from mismatch_plugin.hooks.trl import CorrectionMixin
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: make test-trl")
