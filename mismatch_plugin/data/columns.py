@@ -240,7 +240,10 @@ def number(value: Any) -> float:
 
 def count(value: Any) -> int:
     """A length."""
-    return int(number(value))
+    found = number(value)
+    if not (found.is_integer() and found >= 0):
+        raise ValueError(f"is {found:g}: a length is a whole number from 0")
+    return int(found)
 
 
 @dataclass
@@ -330,12 +333,13 @@ class _RowReader:
             "routed_experts": self._experts("routed_experts", len(prompt) + n - 1),
         }
         if "log_probs" in self.names:
+            version = self.get("trainer_weight_version")
             found |= {
                 "train_log_probs": log_probs("log_probs"),
                 "trained_ids": response,
                 "trained_prompt_ids": prompt_ids,
                 "trained_mask": trained,
-                "trainer_version": self.get("trainer_weight_version"),
+                "trainer_version": version if type(version) in (str, int) else None,
                 "trainer_fingerprint": self.get("weight_fingerprint"),
                 "entropy": one_each("entropy", one_or_many),
                 "trained_experts": self._experts("trained_experts", len(prompt) + n - 1),
@@ -360,6 +364,8 @@ class _RowReader:
             raise self.fault("attention_mask", f"has {len(seen)} entries, prompt and response {before} and {width}")
         if prompt is not None:
             keep = self.get("prompt_mask", as_mask)
+            if keep is not None and len(keep) != before:
+                raise self.fault("prompt_mask", f"has {len(keep)} entries for a prompt of {before}")
             if keep is None and seen is not None and len(seen) == before + width:
                 keep = seen[:before]
             if keep is None and "prompt_ids" in self.padded:

@@ -50,6 +50,8 @@ _OF_TRAINER = {
 def _is_samples(source: Source) -> bool:
     """Our names, and of them one that only we write, or nothing of a trainer's side."""
     keys = {*source.keys}
+    if source.kind == "parquet" and keys & (_OWN - {"weight_versions"}):
+        raise ValueError(f"{source.path}: our own records are JSONL. Write them again, as a .jsonl file.")
     if source.kind != "jsonl" or not keys >= {"response_ids", "rollout_log_probs"}:
         return False
     if not keys & {*NAMES["log_probs"]}:

@@ -50,7 +50,9 @@ class SamplingParameters(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_sglang_reads_it(cls, data: Mapping[str, Any]) -> Any:
+    def _as_sglang_reads_it(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
         given = {key: value for key, value in data.items() if value is not None}
         for name, what in _OTHER_DISTRIBUTION.items():
             value = given.pop(name, None)

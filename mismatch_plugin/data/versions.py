@@ -49,6 +49,8 @@ def number_versions(versions: Sequence[str]) -> dict[str, int]:
             raise ValueError(f"weight version {version!r} does not end in a number: name versions by step.")
         if version != INITIAL_VERSION:
             stems.setdefault(version.rstrip("0123456789"), version)
+        if number in numbers.values():
+            raise ValueError(f"weight version {version!r} has the number of another one: name versions by step.")
         numbers[version] = number
     if len(stems) > 1:
         first, second, *_ = stems.values()

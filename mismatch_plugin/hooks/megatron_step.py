@@ -138,10 +138,21 @@ class MegatronStep:
         """`add` of the correction's statistics. Returns the loss [T] as it came.
 
         Without a step, whose end would raise for invalid rollout log-probs, these turn the loss into NaN: never silent.
+        What needs a whole step is then a ValueError.
         """
         if self.step is not None:
             self.add(correction.statistics, micro_batch)
             return loss_T
+        whole = {
+            "--tis-batch-normalize-scope step": config.normalizes and config.tis.batch_normalize_scope == "step",
+            "--mismatch-gate-kl": config.gate_kl is not None,
+            "a budget of rs.criteria": bool(config.budgets),
+        }
+        if needs := [name for name, there in whole.items() if there]:
+            raise ValueError(
+                f"{', '.join(needs)} needs the whole step, and the hooks around it were not called: start through "
+                f"`python -m mismatch_plugin.launch`, or leave it out."
+            )
         defective = correction.tokens.stopping(config)
         if defective is None or config.rollout_log_prob_policy != "error":
             return loss_T

@@ -234,7 +234,7 @@ class Target:
         if self.source is not None:
             main = sys.modules["__main__"] = ModuleType("__main__")
             main.__file__ = sys.argv[0]
-            exec(compile(self.source, str(self.path), "exec"), vars(main))
+            exec(compile(self.source, str(self.path), "exec", dont_inherit=True), vars(main))
         elif self.module:
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
         else:

@@ -140,6 +140,11 @@ def test_what_clips_before_an_update_and_far_from_pi_old() -> None:
         assert not mp.check_health({PREFIX + "pg_clipfrac": 0.9}, tiny), "so small an ε cuts much of any update"
 
 
+def test_a_broken_number_is_one_finding() -> None:
+    found = mp.check_health({"rollout_corr/kl": math.nan, "rollout_corr/tokens": 9.0}, config())
+    assert [(warning.metric, warning.about) for warning in found] == [("rollout_corr/kl", "fault")]
+
+
 def test_invalid_values_of_a_side_are_added_up_and_named_by_their_side() -> None:
     """Of 100 tokens one None is nothing, one None and one +5 are a fault; so are two positive training log-probs."""
     for bad, old, metric in (

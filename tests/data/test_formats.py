@@ -187,6 +187,7 @@ def test_what_trainers_skip_and_copy_is_said(tmp_path: Path) -> None:
         ("a.pt", dumps.loop(loss_mask=[[1, 1, 1], [1]]), "sample 1: loss_mask has 1 entries, the response 2 tokens"),
         ("a.pt", dumps.loop(rollout_log_probs=[[-1.0] * 3]), "rollout_log_probs has 1 rows, response_ids 2"),
         ("a.pt", dumps.loop(response_length=[4, 2]), "has 3 tokens, its response_length is 4"),
+        ("a.pt", dumps.loop(response_length=[2.7, 2]), "response_length is 2.7: a length is a whole number from 0"),
         ("a.pt", {"input_ids": WHOLE, "response_length": [9, 2], "rollout_log_probs": ROLLOUT},
          "a response from -4 to 5 does not fit a sequence of tokens 0 to 5"),
         ("a.pt", {"response_ids": torch.ones(2, 3, dtype=torch.long), "rollout_log_probs": torch.ones(2, 5)},

@@ -136,4 +136,6 @@ def test_versions_are_numbered_by_step() -> None:
         number_versions(["latest"])
     with pytest.raises(ValueError, match="'3fa92b17' and '9bc81d4' are not one name with two numbers"):
         number_versions(["default", "3fa92b17", "9bc81d4"])  # the second would count as the older one
+    with pytest.raises(ValueError, match="'v01' has the number of another one"):
+        number_versions(["v1", "v01"])
     assert [version_number(v) for v in ("v12", 12, "x", "7" * 19, None)] == [12, 12, None, None, None]

@@ -131,7 +131,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout_is_max", "largest ρ, at most e^20", f.LEVEL_UNITS, "log_aggregate",
            lambda s: f.bounded_exp(s.maximum("log_aggregate")), merges="max"),
     Metric("rollout_is_eff_sample_size", "(mean c)² / mean c², c = ρ clamped to [1/hi, hi], so at least .64 at "
-           "hi = 2: for comparison with other dashboards", "tokens", "clamped",
+           "hi = 2, and 0 where every c is below 1e-3: for comparison with other dashboards", "tokens", "clamped",
            lambda s: f.token_ess(s, "clamped"), unit="share"),
     Metric("rollout_is_ratio_fraction_high", "share above the bound that acts: the weights' (unless the sign of A "
            "decides), else the first ratio criterion's, else a TIS bound from preset or hand", f.BOUND_UNITS, "high",

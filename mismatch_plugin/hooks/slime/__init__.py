@@ -92,8 +92,12 @@ class SlimeAdapter(RayAdapter):
             failure = error
         ids, at = torch.arange(len(raw)) // size, torch.tensor(places)
         rewards, scaled = torch.tensor(raw, dtype=torch.float64), args.grpo_std_normalization
-        own = group_means.group_advantages(rewards, ids, torch.ones(len(raw)), scaled)  # slime's own normalisation
-        others = ~torch.isclose(own[at].float(), torch.tensor(data["rewards"]), rtol=1e-4, atol=1e-4)
+        # slime's own normalisation, in its float32, where equal rewards of a group leave what rounding left.
+        own = torch.tensor(raw, dtype=torch.float32).reshape(-1, size)
+        own = own - own.mean(-1, keepdim=True)
+        if scaled:
+            own = own / (own.std(-1, keepdim=True) + group_means.EPSILON)
+        others = ~torch.isclose(own.flatten()[at], torch.tensor(data["rewards"]), rtol=1e-4, atol=1e-4)
         found = torch.zeros(len(raw) + 2, device=kept_N.device)
         found[at.to(found.device)] = (kept_N > 0).float()
         found[-2:] = torch.tensor([float(others.any()), float(failure is not None)])

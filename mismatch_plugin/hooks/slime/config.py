@@ -516,7 +516,9 @@ def _read_config(args: Namespace) -> dict[str, Any]:
     if path is None:
         return {}
     inline = str(path).startswith(_INLINE)
-    data = parse_yaml(b64decode(path[len(_INLINE) :]).decode()) or {} if inline else read_mapping(path)
+    data = parse_yaml(b64decode(path[len(_INLINE) :], validate=True).decode()) or {} if inline else read_mapping(path)
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{_CONFIG_PATH} holds a {type(data).__name__}, not a mapping of arguments.")
     return {str(name): value for name, value in data.items()}
 
 

@@ -298,6 +298,20 @@ def test_a_bad_log_prob_without_hooks_around_the_step_makes_the_loss_nan() -> No
     assert call_tis(neutral, [bad])[0].isfinite().all()
 
 
+@pytest.mark.parametrize(
+    "needs",
+    [
+        {"gate_kl": 1e-3},
+        {"rs": {"criteria": ["token:k3:0.5:share=0.1"]}},
+        {"tis": NORMALISED | {"batch_normalize_scope": "step"}},
+    ],
+    ids=str,
+)
+def test_what_needs_the_whole_step_is_refused_where_no_step_was_begun(needs: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="needs the whole step, and the hooks around it were not called"):
+        call_tis(arguments(**HOOK, **STEP, **ours(2, **needs)), [samples()[0].rows["rollout_log_probs"]])
+
+
 def test_a_host_s_inf_under_the_mask_stays_out() -> None:
     sample = samples()[1]
     padding = sample.rows["loss_masks"] == 0

@@ -28,12 +28,14 @@ LAYOUTS = {"one": (1, 1), "dp2": (1, 2), "cp4": (4, 4), "cp2 dp2": (2, 4)}
 
 @dataclass(frozen=True)
 class Case:
-    """versions: of the weights that sampled each; 5 train."""
+    """raw: rewards. replaced: what raw_reward holds after slime normalised these. versions: of the weights that sampled
+    each; 5 train."""
 
     rs: dict[str, Any]
     cp: int = 1
     scaled: bool = True
-    rewards: list[float] = field(default_factory=lambda: list(RAW))
+    raw: list[float] = field(default_factory=lambda: list(RAW))
+    replaced: list[float] | None = None
     versions: tuple[int | None, ...] = ()
     changes: dict[str, Any] = field(default_factory=dict)
 
@@ -45,19 +47,19 @@ def host_arguments(case: Case) -> Namespace:
     return arguments(**{**hooked("slime"), **settings, "get_mismatch_metrics": True, **own, **groups, **case.changes})
 
 
-def normalised(scaled: bool) -> list[float]:
+def normalised(case: Case) -> list[float]:
     """As slime's driver: float32, centred, then divided by the deviation of that."""
-    table = torch.tensor(RAW, dtype=torch.float).reshape(-1, SIZE)
+    table = torch.tensor(case.raw).reshape(-1, case.changes.get("n_samples_per_prompt", SIZE))
     table = table - table.mean(dim=-1, keepdim=True)
-    return (table / (table.std(dim=-1, keepdim=True) + 1e-6) if scaled else table).flatten().tolist()
+    return (table / (table.std(dim=-1, keepdim=True) + 1e-6) if case.scaled else table).flatten().tolist()
 
 
 def rollout(case: Case, rank: int, ranks: int, cp_rank: int) -> dict[str, Any]:
     """What slime holds of a rollout on one rank; samples are dealt out in turn, so that every group is split."""
-    places, rewards = list(range(len(RAW)))[rank::ranks], normalised(case.scaled)
+    places, rewards = list(range(len(RAW)))[rank::ranks], normalised(case)
     data = batch_of(places, case.cp, cp_rank)
     del data["advantages"]
-    own = {"partition": places, "raw_reward": case.rewards, "rewards": [rewards[i] for i in places]}
+    own = {"partition": places, "raw_reward": case.replaced or case.raw, "rewards": [rewards[i] for i in places]}
     return data | own | {"kl": [torch.zeros_like(part) for part in data["log_probs"]]}
 
 
@@ -99,7 +101,7 @@ def wanted(case: Case) -> list[float]:
         kept = (mp.correct(packed, slime.settings(host_arguments(case))).kept_N > 0).tolist()
     assert 0 < sum(kept) < len(kept)
     ids = [i // SIZE for i in range(len(RAW))]
-    return plain(RAW, ids, kept, normalize=case.scaled, least=case.rs.get("min_group", 1))
+    return plain(case.raw, ids, kept, normalize=case.scaled, least=case.rs.get("min_group", 1))
 
 
 ACCEPTED = {
@@ -115,7 +117,7 @@ ACCEPTED = {
 DROPPED = {"drop": 0.5, "drop both": 1.0}
 REFUSED = {
     # a sample's metadata may replace raw_reward after slime has normalised its rewards: here one, on one rank
-    "slime's rewards are not its raw_reward": Case(EXCLUDE, rewards=[*RAW[:7], 9.0]),
+    "slime's rewards are not its raw_reward": Case(EXCLUDE, replaced=[*RAW[:7], 9.0]),
     "8 samples, not --rollout-batch-size 3 groups of": Case(EXCLUDE, changes={"rollout_batch_size": 3}),
     " has no weight version|another rank cannot say which": Case(
         {"max_staleness": 1, "group": "exclude"}, versions=(5, 5, 3, 4, 5, None, 0, 5)
@@ -141,11 +143,18 @@ def test_groups_split_over_ranks_equal_one_process(layout: str) -> None:
                 torch.testing.assert_close(values, torch.full_like(values, expected[sample]), rtol=1e-5, atol=1e-6)
         assert seen == [sample.response for sample in samples()]
         assert any(expected) == (name != "drop both")
-        assert name != "all that train" or expected[:4] == pytest.approx(normalised(True)[:4], abs=1e-6)
+        assert name != "all that train" or expected[:4] == pytest.approx(normalised(case)[:4], abs=1e-6)
     for sentences, errors in zip(REFUSED, found[len(ACCEPTED) :], strict=True):
         parts = sentences.split("|")
         assert all(any(part in error for part in parts) for error in errors), errors
         assert sum(parts[0] in error for error in errors) == (len(errors) if len(parts) == 1 else cp)
+
+
+def test_equal_rewards_are_slime_s_own_though_float32_does_not_centre_them() -> None:
+    case = Case(EXCLUDE, raw=[0.1] * 8, changes={"n_samples_per_prompt": 8, "rollout_batch_size": 1})
+    assert normalised(case)[0] < -1e-3
+    ((advantages, _),) = launch(advantages_of, [case], 1, timeout=120.0)[0]
+    assert not any(values.any() for values in advantages.values())
 
 
 @pytest.mark.parametrize(
