@@ -95,6 +95,8 @@ def apply(patches: Sequence[Patch], root: Path, back: bool = False) -> list[str]
     said = []
     for patch in patches:
         state, path = state_of(patch, root), (root / patch.file).resolve()
+        if not path.is_file():
+            raise PatchError(f"{path} is not there: give the folder of a checkout of {patch.host} as --root.")
         if state == OTHER:
             host = HOSTS.get(patch.host)
             where = f"{host.repository} at {(host.commit or host.version)[:10]}" if host else patch.host

@@ -65,6 +65,8 @@ def test_another_file_is_refused_and_nothing_is_changed(tree: Path) -> None:
             with pytest.raises(PatchError, match=r"pkg/b\.py is another version: the patch is for own"):
                 apply(patches_of("own", optional=True), tree, back)
             assert (tree / "pkg" / "a.py").read_bytes() == before
+    with pytest.raises(PatchError, match=r"pkg/a\.py is not there: give the folder of a checkout of own as --root"):
+        apply(patches_of("own"), tree / "pkg")
 
 
 def test_the_command(tree: Path) -> None:

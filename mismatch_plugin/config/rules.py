@@ -31,7 +31,7 @@ def notes_on(config: Settings, by_hand: Collection[str] | None, typed: Collectio
         off = value is None or value is False  # to switch off what is off is no mistake
         asked = not off if path in typed else value != default
         shown = "" if value is True else f" {value:g}" if isinstance(value, float) else f" {value}"
-        fix = " or change ".join([f"leave <{path}> out", *re.findall(r"<[a-z_.]+>", why)])
+        fix = " or set ".join([f"leave <{path}> out", *re.findall(r"<[a-z_.]+>", why)])
         sentence = spelled(f"<{path}>{shown} {why}: {fix}.", typed if path in typed else ())
         if asked and (by_hand is None or path in by_hand):
             raise ValueError(sentence)
@@ -97,6 +97,11 @@ def contradictions(config: Settings) -> list[tuple[bool, str]]:
     smallest = math.exp(-SAFETY_BOUND)
     early = f"<rs.group> {rs.group} needs to know what is accepted before advantages are computed, and"
     grouped = rs.group != "keep"
+    gamma_needs = {
+        "<use_rollout_log_probs>": config.algorithm in (1, 3),
+        "<tis.level> sequence": tis.level == "sequence",
+    }
+    gamma_lacks = [name for name, there in gamma_needs.items() if not there]
     # fmt: off
     return [
         (tis.upper_bound < smallest,
@@ -121,9 +126,9 @@ def contradictions(config: Settings) -> list[tuple[bool, str]]:
         (tis.level == "none" and config.algorithm != 3,
             "<tis.level> none is REINFORCE with rejection only: it needs <use_rollout_log_probs> and <use_tis>: set "
             "both, or choose another level"),
-        (config.weighted and tis.mode == "gamma" and not (config.algorithm == 3 and tis.level == "sequence"),
-            "<tis.mode> gamma weighs responses by π_θ/π_rollout: it needs <use_rollout_log_probs>, <use_tis> and "
-            "<tis.level> sequence: set them, or choose another mode"),
+        (config.weighted and tis.mode == "gamma" and bool(gamma_lacks),
+            f"<tis.mode> gamma weighs responses by π_θ/π_rollout: it needs {' and '.join(gamma_lacks)}, or choose "
+            f"another mode"),
         (rs.group == "drop" and rs.min_group is None,
             "<rs.group> drop needs <rs.min_group>, the accepted responses that a group must have: give it"),
         (grouped and config.use_rollout_log_probs,

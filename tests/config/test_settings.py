@@ -115,12 +115,12 @@ def test_rejection_flags_are_one_criterion_of_the_ratio_beside_the_others(line: 
 
 GAMMA = f"{BOTH} --tis-level sequence --tis-mode gamma"
 GROWING = "--use-tis --tis-level turn --tis-upper-bound 1.05 --tis-bound-growth 0.5"
-NO_WEIGHT = "changes no weight without --use-tis: leave --tis-mode out or change --use-tis."
+NO_WEIGHT = "changes no weight without --use-tis: leave --tis-mode out or set --use-tis."
 
 REFUSED = [
     # without effect, asked for
     ("--tis-mode truncate", f"--tis-mode truncate {NO_WEIGHT}"),  # the default, but typed
-    ("tis: {mode: clip}", "tis.mode clip changes no weight without use_tis: leave tis.mode out or change use_tis."),
+    ("tis: {mode: clip}", "tis.mode clip changes no weight without use_tis: leave tis.mode out or set use_tis."),
     ("--use-tis --tis-lower-bound 0.1", "--tis-lower-bound 0.1 bounds no weight under --tis-mode truncate"),
     (f"{GAMMA} --tis-upper-bound 3", "--tis-upper-bound 3 bounds no weight under --tis-mode gamma"),
     ("--use-tis --tis-batch-normalize-scope step", "changes nothing without --tis-batch-normalize"),
@@ -146,7 +146,7 @@ REFUSED = [
     ("--rs-lower-bound 0", "--rs-lower-bound 0.0 rejects nothing without --use-rs"),
     # contradictions
     ("--use-tis --tis-level none", "--tis-level none is REINFORCE with rejection only: it needs --use-rollout-log-pro"),
-    ("--use-tis --tis-mode gamma", "--tis-mode gamma weighs responses by π_θ/π_rollout: it needs"),
+    ("--use-tis --tis-mode gamma", "by π_θ/π_rollout: it needs --use-rollout-log-probs and --tis-level sequence, or"),
     (f"{GROWING} --tis-upper-bound-positive 3", "--tis-bound-growth grows one pair of bounds"),
     (f"--rs-group drop {CRITERION}", "--rs-group drop needs --rs-min-group"),
     (f"--rs-group exclude {CRITERION}@negative", "and criterion token_tv_negative needs these"),

@@ -271,6 +271,8 @@ def test_nemo_rl_s_setup_gets_our_loss_wherever_the_script_has_imported_it(tmp_p
     done = launch(script, f"--config {config} --use-tis")
     assert done.given == ["MismatchLoss"], done.errors
     assert "+loss_fn.mismatch={use_tis: true}" in done.printed
+    script.write_text("from nemo_rl.algorithms.sft import setup\n")
+    assert "trains by sft, which has no policy loss" in launch(script, f"--config {config} --use-tis").errors
 
 
 def test_values_are_read_and_written_as_hydra_does() -> None:

@@ -12,6 +12,7 @@ clip, KL and aggregation stay its own.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
@@ -375,6 +376,9 @@ def plan(host: Host, given: Given, script: Path | None) -> Plan:
     there = sections[_SECTION].get("mismatch") is not None
     if not given.flags and not there:
         return Plan.untouched(host, given)
+    code = "" if script is None else script.read_text(encoding="utf-8")
+    if found := re.search(r"nemo_rl\.algorithms\.(sft|dpo|rm|\w*distillation)\b", code):
+        raise ValueError(f"{script} trains by {found[1]}, which has no policy loss: the plugin is for run_grpo.py.")
     if given.flags and there:
         raise ValueError(f"{_BLOCK} is set next to the plugin's flags: give the settings in one of the two ways.")
     added: tuple[str, ...] = ()
