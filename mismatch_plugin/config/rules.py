@@ -98,7 +98,7 @@ def contradictions(config: Settings) -> list[tuple[bool, str]]:
     early = f"<rs.group> {rs.group} needs to know what is accepted before advantages are computed, and"
     grouped = rs.group != "keep"
     gamma_needs = {
-        "<use_rollout_log_probs>": config.algorithm in (1, 3),
+        "<use_rollout_log_probs>": config.use_rollout_log_probs,
         "<tis.level> sequence": tis.level == "sequence",
     }
     gamma_lacks = [name for name, there in gamma_needs.items() if not there]

@@ -38,8 +38,8 @@ def version_number(version: str | int | None) -> int | None:
 def number_versions(versions: Sequence[str]) -> dict[str, int]:
     """A number for each weight version, in the order of training: the integer that its name is or ends with.
 
-    SGLang's own "default" is −1. Raises ValueError for any other name, and where what stands before the number is not
-    the same in all of them: hexadecimal digests end in digits that mean nothing.
+    SGLang's own "default" is −1. Raises ValueError for any other name, for two of one number, and where what stands
+    before the number is not the same in all of them: hexadecimal digests end in digits that mean nothing.
     """
     numbers: dict[str, int] = {}
     stems: dict[str, str] = {}

@@ -246,6 +246,16 @@ def validate_owned(host: Host, ours: Mapping[str, Any], theirs: Mapping[str, Any
         raise ValueError(host.spell(f"{contradicts}: leave it out, and set that."))
 
 
+def whole_step_needs(config: MismatchConfig) -> list[str]:
+    """What of these settings a loss, which sees one micro-batch at a time, cannot give without hooks around it."""
+    asked = {
+        "--mismatch-gate-kl": config.gate_kl is not None,
+        "a budget of rs.criteria": bool(config.budgets),
+        "--tis-batch-normalize-scope step": config.normalizes_step and config.tis.batch_normalize_scope == "step",
+    }
+    return [name for name, there in asked.items() if there]
+
+
 def block_lines(
     config: MismatchConfig,
     lines: Sequence[str],

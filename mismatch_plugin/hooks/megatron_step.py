@@ -20,7 +20,7 @@ from mismatch_plugin.core.correction import Correction
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.validity import InvalidLogProbError
-from mismatch_plugin.hooks.base import wrap_once
+from mismatch_plugin.hooks.base import whole_step_needs, wrap_once
 from mismatch_plugin.hooks.megatron_core.model import extra_losses
 from mismatch_plugin.parallel.agreement import StepKind, settings_of
 from mismatch_plugin.parallel.groups import ParallelGroups
@@ -143,12 +143,7 @@ class MegatronStep:
         if self.step is not None:
             self.add(correction.statistics, micro_batch)
             return loss_T
-        whole = {
-            "--tis-batch-normalize-scope step": config.normalizes and config.tis.batch_normalize_scope == "step",
-            "--mismatch-gate-kl": config.gate_kl is not None,
-            "a budget of rs.criteria": bool(config.budgets),
-        }
-        if needs := [name for name, there in whole.items() if there]:
+        if needs := whole_step_needs(config):
             raise ValueError(
                 f"{', '.join(needs)} needs the whole step, and the hooks around it were not called: start through "
                 f"`python -m mismatch_plugin.launch`, or leave it out."

@@ -149,8 +149,9 @@ def find_swapped(batch: Batch) -> Outcome:
             swapped.append((sample, other, comparison))
     if not swapped:
         return [], batch
-    changed: dict[int, dict[str, Any]]
-    changed = {sample.index: {"train_log_probs": other.train_log_probs} for sample, other, _ in swapped}
+    changed: dict[int, dict[str, Any]] = {
+        sample.index: {"train_log_probs": other.train_log_probs} for sample, other, _ in swapped
+    }
     if len(swapped) > MAJORITY * len(judged):  # what is too short to be found again is not at its place either
         whole = [sample for sample in judged if len(sample.train_log_probs) == len(sample)]
         fit = {sample.index for sample in whole if average(distances(sample)) < MIN_GAIN_NATS}

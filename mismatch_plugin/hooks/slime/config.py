@@ -37,7 +37,17 @@ from mismatch_plugin.config.values import (
     unknown,
 )
 from mismatch_plugin.data.sampling import filter_bias
-from mismatch_plugin.hooks.base import Given, Host, Plan, block_lines, peek, resolve, settled, wrap_once
+from mismatch_plugin.hooks.base import (
+    Given,
+    Host,
+    Plan,
+    block_lines,
+    peek,
+    resolve,
+    settled,
+    whole_step_needs,
+    wrap_once,
+)
 from mismatch_plugin.hooks.slime.samples import wrap_data_source
 
 HOOKS = {
@@ -288,15 +298,10 @@ def check_arguments(args: Namespace, host: Host) -> MismatchConfig | None:
         return None
     config = read_settings(args, host)
     validate_groups(args, config, name)
-    by_step = config.normalizes_step and config.tis.batch_normalize_scope != "auto"
-    needed = {
-        "--mismatch-gate-kl": ("before_train_step", config.gate_kl is not None),
-        "a budget of rs.criteria": ("before_train_step", bool(config.budgets)),
-        "--tis-batch-normalize-scope step": ("before_train_step", by_step),
-        "--rs-max-staleness": ("init", config.rs.max_staleness is not None),
-    }
-    for given, (hook, asked) in needed.items():
-        if asked and not runs(args, name, hook):
+    needed = [(given, "before_train_step") for given in whole_step_needs(config)]
+    needed += [("--rs-max-staleness", "init")] * (config.rs.max_staleness is not None)
+    for given, hook in needed:
+        if not runs(args, name, hook):
             raise ValueError(f"{given} needs the plugin's {hook}: {set_hook(name, hook)}.")
     path, hooked = value(args, HOOKS["tis_function"]), runs(args, name, "tis_function")
     if loss_type == "custom_loss":
