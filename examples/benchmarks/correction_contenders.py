@@ -172,7 +172,7 @@ def in_driver(batch: Batch, setting: Setting) -> list[Contender]:
     padded = dict(zip(names, map(batch.packed.to_padded, (train, rollout, mask.long())), strict=True))
 
     def ours() -> Callable[[], Any]:
-        from mismatch_plugin.hooks.verl.adapter import correct_rollout_batch
+        from mismatch_plugin.hooks.verl import correct_rollout_batch
 
         config = setting.config
 

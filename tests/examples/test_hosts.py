@@ -17,9 +17,9 @@ import yaml
 
 import mismatch_plugin as mp
 from examples.collect_report import collect
+from mismatch_plugin.hooks import nemo_rl as nemo_rl_settings
 from mismatch_plugin.hooks import slime
 from mismatch_plugin.hooks.base import Plan
-from mismatch_plugin.hooks.nemo_rl import adapter as nemo_rl_settings
 from mismatch_plugin.hooks.tree import put, read_overrides
 from mismatch_plugin.launch.__main__ import prepare
 from mismatch_plugin.report.log import write_step

@@ -96,7 +96,7 @@ def _megatron_total(plan: Plan, data: Data, current: Tensor) -> Tensor:
 
 
 def _verl_total(plan: Plan, data: Data, current: Tensor) -> Tensor:
-    from mismatch_plugin.hooks.verl.adapter import correct_rollout_batch, verl_token_loss
+    from mismatch_plugin.hooks.verl import correct_rollout_batch, verl_token_loss
 
     assert plan.config is not None
     anchor, mask, weights = data["rollout"], MASK, None

@@ -12,7 +12,8 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.data.sample import Sample
-from mismatch_plugin.hooks.megatron_core import MegatronLoss, adapter, make_batch
+from mismatch_plugin.hooks import megatron_core
+from mismatch_plugin.hooks.megatron_core import MegatronLoss, make_batch
 from mismatch_plugin.hooks.megatron_core.model import logits_with_labels
 from mismatch_plugin.parallel.groups import ParallelGroups
 
@@ -99,7 +100,7 @@ def test_the_backend_reaches_the_log_probs(line: str, backend: str, monkeypatch:
     def compute(*args: Any, backend: str, **options: Any) -> Any:
         raise RuntimeError(backend)
 
-    monkeypatch.setattr(adapter, "vocab_parallel_log_probs", compute)
+    monkeypatch.setattr(megatron_core, "vocab_parallel_log_probs", compute)
     hook, batch = hook_of(line), make_batch([SAMPLE])
     hook.start([batch])
     with pytest.raises(RuntimeError, match=backend):

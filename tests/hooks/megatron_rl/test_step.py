@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from mismatch_plugin.hooks.megatron_rl import adapter as megatron_rl
-from mismatch_plugin.hooks.megatron_rl.adapter import TABLE
+from mismatch_plugin.hooks import megatron_rl
+from mismatch_plugin.hooks.megatron_rl import TABLE
 from mismatch_plugin.parallel.groups import ParallelGroups
 from tests.hooks.contracts.launch_trees import ROOT, launch, megatron_tree, run
 from tests.hooks.contracts.megatron_rl_batches import one_bin
@@ -71,7 +71,7 @@ def test_the_launcher_makes_the_patch_in_memory_and_a_patched_tree_needs_no_laun
     line = "--use-rollout-log-probs --use-tis --tis-level sequence --rs-veto-threshold 1e-4 --bf16"
     for done in (launch(bare, line), launch(script, line), run(script, f"{_ON} {line}")):
         assert done.given is not None, done.errors
-        assert done.given["functions"] == ["mismatch_plugin.hooks.megatron_rl.adapter"] * 2
+        assert done.given["functions"] == ["mismatch_plugin.hooks.megatron_rl"] * 2
         args = Namespace(**done.given["args"])
         assert (args.rl_inference_logprobs_is_correction, args.model_provider) == (True, "gpt")
         config = megatron_rl.settings(args)
@@ -91,9 +91,8 @@ import json, sys, typing
 import typing_extensions
 typing.override = typing_extensions.override  # for Pythons older than 3.12
 from megatron.training.arguments import parse_args
-from mismatch_plugin.hooks.megatron_rl import extra_args_provider, settings
+from mismatch_plugin.hooks.megatron_rl import TABLE, extra_args_provider, settings
 from mismatch_plugin.launch.command_line import read_command_line
-from mismatch_plugin.hooks.megatron_rl.adapter import TABLE
 seen = []
 def provider(parser):
     seen.extend(parser._option_string_actions.items())

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.hooks.nemo_rl import MismatchLoss, settings
-from mismatch_plugin.hooks.nemo_rl.adapter import setup_with_loss
+from mismatch_plugin.hooks.nemo_rl import MismatchLoss, settings, setup_with_loss
 from mismatch_plugin.report.log import read_steps
 from tests.hooks.contracts import nemo_rl as contract
 from tests.host_source import host_source

@@ -16,15 +16,15 @@ import torch
 import mismatch_plugin as mp
 from examples.benchmarks.counting import count
 from mismatch_plugin.hooks.base import wrap_once
-from mismatch_plugin.hooks.verl import settings
-from mismatch_plugin.hooks.verl.adapter import (
+from mismatch_plugin.hooks.verl import (
     begin_tracking,
     compute_advantage,
     correct_rollout_batch,
     log_step,
     pack_trained,
+    settings,
 )
-from mismatch_plugin.hooks.verl.adapter import verl_token_loss as token_loss
+from mismatch_plugin.hooks.verl import verl_token_loss as token_loss
 from mismatch_plugin.hooks.verl.config import check_tree
 from mismatch_plugin.report.log import read_steps
 
