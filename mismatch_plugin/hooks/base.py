@@ -108,8 +108,7 @@ class Host:
     case are one). title: as people write it; its folder among checkouts.
     packages: a script that imports one of them, or something inside, is this host's.
     repository, version, commit: what the tests ran with; commit None for a release.
-    inside: a folder that only its tree has; version_file: the file that declares its version, both relative to the
-    root. distribution: its name on PyPI where that is not `name`.
+    inside: a folder that only its tree has. distribution: its name on PyPI where that is not `name`.
 
     owns: start of the path of a setting that the host decides → what sets it there; "" where nothing does.
     shares: the same of settings that are ours to choose where the host's user has not.
@@ -137,7 +136,6 @@ class Host:
     version: str
     commit: str | None = None
     inside: str
-    version_file: str
     distribution: str = ""
     spellings: tuple[str, ...] = ()
     owns: Mapping[str, str] = field(default_factory=dict)
@@ -393,7 +391,7 @@ def stop(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-# The host's version, by its files and git; nothing of it is imported --------------------------------------------------
+# The host's version, by what is installed and git; nothing of it is imported ------------------------------------------
 
 
 def version_line(host: Host, folders: Sequence[Path] = ()) -> str:
@@ -418,13 +416,8 @@ def version_line(host: Host, folders: Sequence[Path] = ()) -> str:
 
 
 def _shown(version: str | None, commit: str | None) -> str:
-    return (version or "of unknown version") + (f" at {commit[:10]}" if commit else "")
-
-
-def read_version(host: Host, root: Path) -> tuple[str | None, str | None]:
-    """(version as the host declares it, commit in 40 hex digits) of a checkout or of the folder in which the host is
-    installed, each None where it cannot be read."""
-    return _declared(root / host.version_file) or _installed(host, root), _checked_out(root)
+    named = version or ("" if commit else "of unknown version")
+    return f"{named} at {commit[:10]}".strip() if commit else named
 
 
 def _holder(inside: str, folders: Sequence[Path]) -> Path | None:
@@ -437,28 +430,15 @@ def _holder(inside: str, folders: Sequence[Path]) -> Path | None:
     return next((root for root in [*folders, *found] if (root / inside).is_dir()), None)
 
 
-def _declared(path: Path) -> str | None:
-    """The version in a package_info.py, setup.py, pyproject.toml or __init__.py, or in a file of nothing else."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
-    parts = re.findall(r"^(?:MAJOR|MINOR|PATCH|PRE_RELEASE)\s*=\s*[\"']?([\w.]*)", text, re.MULTILINE)
-    if len(parts) > 2:
-        return ".".join(parts[:3]) + "".join(parts[3:])
-    found = re.search(r"\b(?:__)?version(?:__)?\s*=\s*[\"']([^\"']+)[\"']", text) or re.fullmatch(
-        r"\s*(\d[\w.+-]*)\s*", text
-    )
-    return None if found is None else found[1]
-
-
-def _installed(host: Host, root: Path) -> str | None:
-    """The version of the distribution whose files are in `root`."""
-    try:
-        found = metadata.distribution(host.distribution or host.name)
-    except metadata.PackageNotFoundError:
-        return None
-    return found.version if Path(str(found.locate_file(""))).resolve() == root.resolve() else None
+def read_version(host: Host, root: Path) -> tuple[str | None, str | None]:
+    """(version of the distribution that is installed in this folder, or from it to be edited there; commit of a
+    checkout, 40 hex digits), each None where there is none."""
+    root = root.resolve()
+    for found in metadata.distributions(name=host.distribution or host.name):
+        source = found.read_text("direct_url.json") or ""
+        if Path(str(found.locate_file(""))).resolve() == root or f'"{root.as_uri()}"' in source:
+            return found.version, _checked_out(root)
+    return None, _checked_out(root)
 
 
 def _checked_out(root: Path) -> str | None:

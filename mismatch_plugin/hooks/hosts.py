@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.compat.verl import SPELLED
 from mismatch_plugin.config.values import unknown
@@ -31,7 +33,6 @@ SLIME = Host(
     version="0.3.1",
     commit="624b824a898ab0ec1fcb4d373004c7f3852bf515",
     inside="slime/utils",
-    version_file="setup.py",
     owns={
         "ppo.eps_clip_low": "--eps-clip",
         "ppo.eps_clip_high": "--eps-clip-high",
@@ -63,7 +64,8 @@ SLIME = Host(
     },
 )
 
-MILES = Host(
+MILES = replace(
+    SLIME,
     name="miles",
     title="miles",
     packages=("miles",),
@@ -71,17 +73,13 @@ MILES = Host(
     version="0.1.0",
     commit="31f1ca961a94cb860cec3b2dea34ec332bfa8f76",
     inside="miles/utils",
-    version_file="setup.py",
-    owns=SLIME.owns,
-    shares=SLIME.shares,
     lacks={**SLIME.lacks, "groups": Lack("it computes advantages itself and takes no function for them")},
-    denominator=SLIME.denominator,
-    launch=SLIME.launch,
     door="name the functions of mismatch_plugin.hooks.miles by miles's path arguments",
-    paste=SLIME.paste,
     reads=(("miles.utils.arguments", "parse_args"),),
     starters=("miles.utils.external_utils.command_utils",),
+    needs_patch=lambda config: "",
     dumps=("miles_train",),
+    metrics={},
 )
 
 
@@ -94,7 +92,6 @@ MEGATRON_LM = Host(
     version="0.20.0",
     commit="d98e8a64ddf34856e74b24714e3bedb2f5a39553",
     inside="megatron/rl",
-    version_file="megatron/core/package_info.py",
     distribution="megatron-core",
     owns={
         "ppo.eps_clip_low": "--grpo-clamp-eps-lower",
@@ -136,7 +133,6 @@ VERL = Host(
     repository="volcengine/verl",
     version="0.9.1",
     inside="verl/trainer",
-    version_file="verl/version/version",
     owns={
         "ppo.": f"{_ACTOR}.clip_ratio_low, clip_ratio_high and clip_ratio_c",
         "terms.entropy_coef": f"{_ACTOR}.entropy_coeff",
@@ -188,7 +184,6 @@ NEMO_RL = Host(
     version="0.6.0",
     commit="7ea279abfbeb698b092856d0dab61e7cf39bc909",
     inside="nemo_rl/algorithms",
-    version_file="nemo_rl/package_info.py",
     owns={
         "ppo.": "loss_fn.ratio_clip_min, ratio_clip_max and ratio_clip_c",
         "terms.entropy_coef": "",
@@ -234,7 +229,6 @@ TRL = Host(
     repository="huggingface/trl",
     version="1.16.0",
     inside="trl/trainer",
-    version_file="VERSION",
     owns={
         "ppo.": "epsilon, epsilon_high and delta",
         "objective": "loss_type and importance_sampling_level",
@@ -280,7 +274,6 @@ SKYRL = Host(
     version="0.3.0",
     commit="a9564572eb8e91076be43c1bd5e4615e3de17265",
     inside="skyrl/backends/skyrl_train",
-    version_file="skyrl/__init__.py",
     owns={
         "ppo.eps_clip": f"{_ALGORITHM}.eps_clip_low and eps_clip_high (cispo.* for cispo)",
         "aggregation": f"{_ALGORITHM}.loss_reduction",
@@ -318,7 +311,6 @@ PRIME_RL = Host(
     version="0.8.0",
     commit="559b44772e471d1538537b8805cc77f3824a5e64",
     inside="prime_rl/trainer/rl",
-    version_file="../pyproject.toml",
     owns={"aggregation": "", "length_norm": "", "terms.entropy_coef": ""},
     lacks={
         "old_log_probs": Lack(

@@ -39,7 +39,7 @@ from mismatch_plugin.log_probs import (
     vocab_parallel_log_probs,
 )
 from mismatch_plugin.parallel.groups import ParallelGroups
-from mismatch_plugin.parallel.step import Step, StepTotals, deferred_with, end_step
+from mismatch_plugin.parallel.step import Step, deferred_with, end_step
 from mismatch_plugin.report.log import log_step, validate_same_settings
 
 __all__ = ["MegatronBatch", "MegatronLoss", "Sample", "make_batch"]
@@ -75,9 +75,8 @@ class MegatronLoss:
     ) -> None:
         self.config, self.groups = config, groups
         self.vocab_size, self.temperature = vocab_size, temperature
-        self.entropy: Entropy = "detached" if config.metrics == "full" else "none"
-        if config.terms.entropy_coef:
-            self.entropy = "grad"
+        observed: Entropy = "detached" if config.metrics == "full" else "none"
+        self.entropy: Entropy = "grad" if config.terms.entropy_coef else observed
         self.backend = config.log_prob_backend
         self.per_token = bool(model_config.calculate_per_token_loss)
         self.extra_losses = extra_losses(model_config)
@@ -95,6 +94,7 @@ class MegatronLoss:
         tp_size = 1 if groups.tp is None else groups.tp.size()
         # The router multiplies by the tokens of one rank, whose losses are summed over CP and, split, over TP.
         self._fed_share = (1.0 / tp_size if self.extra_losses != ["MTP"] else 1.0) if groups.cp_rank == 0 else 0.0
+        self.writes = groups.is_last_stage and groups.is_first_of_stage  # of the run's files
         if config.report_dir is not None and self.writes:
             validate_same_settings(config.report_dir, config, holds=True)
         self.step: Step | None = None
@@ -128,23 +128,17 @@ class MegatronLoss:
         packed = [_packed(batch) for batch in batches]
         step.start(packed, calculate_per_token_loss=self.per_token, extra_losses=tuple(self.extra_losses))
         if self.needs_totals:
-            refusal = ""
+            refusal, others = "", self.config.other_terms + self.extra_losses
             if self.groups.is_last_stage:
-                refusal = self._refusal(step, step.prepare(packed, fed))
+                totals = step.prepare(packed, fed)
+                refusal = deferred_with(others) if step.defers_factor else ""
+                if totals.accepted is None and self.config.changes_denominator and self.config.keep_known_before_step:
+                    refusal = refusal or (
+                        "old_log_probs is missing in a micro-batch, and without it the accepted tokens are not known "
+                        "before the step: pass it, or choose --mismatch-denominator original."
+                    )
             self.groups.raise_with_last_stage(refusal, packed[0].loss_mask.device)
         self.step = step
-
-    def _refusal(self, step: Step, totals: StepTotals) -> str:
-        """Why the step's data cannot be exact with these settings, or ""."""
-        others = self.config.other_terms + self.extra_losses
-        if step.defers_factor and others:
-            return deferred_with(others)
-        if totals.accepted is None and self.config.changes_denominator and self.config.keep_known_before_step:
-            return (
-                "old_log_probs is missing in a micro-batch, and without it the accepted tokens are not known before "
-                "the step: pass it, or choose --mismatch-denominator original."
-            )
-        return ""
 
     def forward_step(self, data_iterator: Iterator[MegatronBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         """megatron's forward_step: run the model on the next micro-batch; the loss follows on the last stage."""
@@ -158,7 +152,7 @@ class MegatronLoss:
         if not self.mtp_layers or not self.groups.is_last_stage:
             return model(*inputs, packed_seq_params=batch.packed_seq_params), loss_func
         totals = self._started().totals
-        scale = _over(totals.fed, totals.tokens) if totals is not None else batch.packed.loss_mask.new_ones(())
+        scale = batch.packed.loss_mask.new_ones(()) if totals is None else totals.fed / totals.tokens.clamp(min=1)
         labels = mtp_arguments(batch, scale)
         with logits_with_labels(model, self.mtp_layers):
             return model(*inputs, packed_seq_params=batch.padded_seq_params, **labels), loss_func
@@ -246,8 +240,8 @@ class MegatronLoss:
             unit = totals.fed
         else:
             unit = divisor.clamp(min=1)  # with nothing accepted megatron divides by nothing, and the terms still count
-        loss = result.loss_sum * _over(unit, divisor)
-        return loss if terms is None else loss + terms * _over(unit, totals.original)
+        loss = result.loss_sum * (unit / divisor.clamp(min=1))
+        return loss if terms is None else loss + terms * (unit / totals.original.clamp(min=1))
 
     def finalize_model_grads(self, model: list[Any], *args: Any, **kwargs: Any) -> Any:
         """megatron's finalize_model_grads, then `end_step`: errors on all ranks, the deferred weight mean."""
@@ -260,11 +254,6 @@ class MegatronLoss:
         self.finished = end_step(step, self.config, self.groups, model, None)
         self.thresholds = None if self.finished is None else self.finished.thresholds()
         return outcome
-
-    @property
-    def writes(self) -> bool:
-        """Whether this rank writes the run's files."""
-        return self.groups.is_last_stage and self.groups.is_first_of_stage
 
     def metrics(self) -> dict[str, float]:
         """The step's metrics, the same on every rank of the last pipeline stage; {} on the others.
@@ -310,7 +299,3 @@ def _refuse(config: MismatchConfig, per_token: bool, extra: list[str]) -> None:
 
 def _packed(batch: MegatronBatch | PackedSequences) -> PackedSequences:
     return batch.packed if isinstance(batch, MegatronBatch) else batch
-
-
-def _over(unit: Tensor, divisor: Tensor) -> Tensor:
-    return unit / divisor.clamp(min=1)

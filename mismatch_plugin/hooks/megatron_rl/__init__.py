@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.flags import add_arguments, given_flags
-from mismatch_plugin.config.values import ignore_mismatch_warnings, lower_epsilon
+from mismatch_plugin.config.values import ignore_mismatch_warnings, lower_epsilon, present
 from mismatch_plugin.data.sampling import filter_bias
 from mismatch_plugin.hooks.base import Given, Host, Plan, block_lines, peek, resolve, start_block, version_line
 from mismatch_plugin.hooks.hosts import MEGATRON_LM
@@ -40,29 +40,25 @@ def settings(args: Namespace) -> MismatchConfig:
     corrects = getattr(args, "rl_inference_logprobs_is_correction", False)
     if corrects and handed is None and not given_flags(args):  # a preset may set nothing, and is a wish all the same
         config = MismatchConfig.build({"use_tis": True})  # Megatron's own means algorithm 2 with token weights
-    low, high = getattr(args, "grpo_clamp_eps_lower", None), getattr(args, "grpo_clamp_eps_upper", None)
+    own = vars(args)
+    low, kl = own.get("grpo_clamp_eps_lower"), own.get("grpo_kl_beta")
+    coefficient = own.get("rl_importance_sampling_truncation_coef")
     low = None if low is None else lower_epsilon(low, "grpo_clamp_eps_lower")
-    kl, entropy = getattr(args, "grpo_kl_beta", None), getattr(args, "grpo_entropy_term_weight", None)
-    terms = {"kl_coef": kl, "kl_type": "k3" if kl else None, "entropy_coef": entropy}
-    coefficient = getattr(args, "rl_importance_sampling_truncation_coef", None)
-    sections = {
-        "ppo": {} if config.ratio_bounds is None else {"eps_clip_low": low, "eps_clip_high": high},
-        "terms": terms,
-        "tis": {"upper_bound": coefficient},
+    clip = present(eps_clip_low=low, eps_clip_high=own.get("grpo_clamp_eps_upper"))
+    theirs = {
+        "denominator": "original",
+        "aggregation": "token-mean",
+        "ppo": {} if config.ratio_bounds is None else clip,
+        "terms": present(kl_coef=kl, kl_type="k3" if kl else None, entropy_coef=own.get("grpo_entropy_term_weight")),
+        "tis": present(upper_bound=coefficient),
     }
-    given = {section: {k: v for k, v in values.items() if v is not None} for section, values in sections.items()}
     if coefficient is not None and not config.weighted:
         raise ValueError(
             f"{COEFFICIENT} {coefficient:g} bounds no weight in algorithm {config.algorithm}: add --use-tis, or leave "
             f"it out."
         )
     with ignore_mismatch_warnings():  # said when the flags were read
-        config = resolve(
-            MEGATRON_LM,
-            config.model_dump(exclude_unset=True),
-            {"denominator": "original", "aggregation": "token-mean", **given},
-            by_hand=(),
-        )
+        config = resolve(MEGATRON_LM, config.model_dump(exclude_unset=True), theirs, by_hand=())
     if config.needs_rollout_log_probs and not corrects:
         raise ValueError(
             f"algorithm {config.algorithm} with these settings needs the inference log-probs, which Megatron-LM RL "
@@ -73,46 +69,43 @@ def settings(args: Namespace) -> MismatchConfig:
 
 def describe(config: MismatchConfig, host_args: Namespace) -> list[str]:
     """Lines for the start-up block."""
-
-    def on(name: str) -> bool:
-        return bool(getattr(host_args, name, False))
-
+    own = vars(host_args)
     each = "each micro-batch's trained tokens (the step's: --calculate-per-token-loss)"
-    over = "the step's trained tokens" if on("calculate_per_token_loss") else each
+    over = "the step's trained tokens" if own.get("calculate_per_token_loss") else each
     lines = [f"rollout log-probs: Megatron's inference log-probs, by {IS_CORRECTION}"]
     if config.normalizes:
         scope = config.tis.batch_normalize_scope
         lines.append(f"batch normalisation over: {'the optimizer step' if scope in ('auto', 'step') else scope}")
-    if on("rl_use_sequence_packing") and config.rollout_log_prob_policy == "error":
+    if own.get("rl_use_sequence_packing") and config.rollout_log_prob_policy == "error":
         lines.append("a 0.0 in a bin is a slot that the engine did not report (an appended EOD): ratio 1, as in rows")
     bias = filter_bias(
-        top_p=getattr(host_args, "rl_default_top_p", None),
-        top_k=getattr(host_args, "rl_default_top_k", None),
-        renormalised=getattr(host_args, "inference_dynamic_batching_logprobs_mode", "") == "processed_logprobs",
+        top_p=own.get("rl_default_top_p"),
+        top_k=own.get("rl_default_top_k"),
+        renormalised=own.get("inference_dynamic_batching_logprobs_mode") == "processed_logprobs",
     )
     if bias:
         bias += ". Megatron-LM RL passes no mask on: leave --rl-default-top-p and --rl-default-top-k out"
-    temperature = getattr(host_args, "rl_default_temperature", 1.0)
+    temperature = own.get("rl_default_temperature", 1.0)
     # Log-ratios that are added up over a sequence, and rounding with them; GSPO's narrow clip sees it, too.
     units = [config.unit] * config.weighted + [criterion.unit for criterion in config.criteria]
     notes = list[str]()
-    if (on("bf16") or on("fp16")) and (config.policy_objective == "gspo" or any(unit.multiplies for unit in units)):
+    if (own.get("bf16") or own.get("fp16")) and (
+        config.policy_objective == "gspo" or any(unit.multiplies for unit in units)
+    ):
         notes.append(
             "log-probs are half precision in Megatron-LM RL, off by up to 0.004 |log p| a token, which adds up over a "
             "sequence: apply the patch of rl_utils.py (mismatch-plugin patch apply --host megatron-lm --optional), or "
             "use --batch-invariant-mode; nothing to do where that is done"
         )
     if temperature != 1.0:
-        notes.append(
-            f"temperature {temperature:g}: Megatron-LM RL divides no logits by it, so ratios hold for raw ones"
-        )
+        notes.append(f"temperature {temperature:g}: Megatron-LM RL divides no logits by it: ratios hold for raw ones")
     return block_lines(
         config,
         lines,
         divided=f"as in Megatron: by {over}; rejected tokens still count",
         second_pass="yes (in every algorithm, and one for the reference)",
         filtered=bias,
-        length=getattr(host_args, "inference_max_seq_length", None),
+        length=own.get("inference_max_seq_length"),
         notes=notes,
         leave_out=("invalid rollout", "gate: "),
     )

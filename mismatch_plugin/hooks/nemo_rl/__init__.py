@@ -27,7 +27,7 @@ from mismatch_plugin.config.compat.nemo_rl import CORRECTION_TYPE, OBJECTIVES, n
 from mismatch_plugin.config.documents import read_mapping
 from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.values import merge
-from mismatch_plugin.core.loss import PolicyLoss, TokenLoss, sum_tokens, token_loss
+from mismatch_plugin.core.loss import PolicyLoss, sum_tokens, token_loss
 from mismatch_plugin.core.metrics.formulas import State
 from mismatch_plugin.core.metrics.registry import PREFIX, means
 from mismatch_plugin.core.objectives import kl_to_reference, score_function_kl
@@ -126,25 +126,21 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
         second = "yes, unused (loss_fn.force_on_policy_ratio=true skips it when a rollout is one step)"
     count = "tokens" if host.get("token_level_loss", True) else "sequences"
     policy = section(host_args, "policy")
+    generation, bias = policy.get("generation") or {}, ""
+    top_p, top_k = generation.get("top_p"), generation.get("top_k")
+    if filter_bias(top_p=top_p, top_k=top_k, renormalised=None):
+        bias = (
+            f"top_p {top_p}, top_k {top_k}; NeMo-RL cuts the trainer's logits by the same filter, but by its own "
+            f"probabilities: no sampling mask is replayed. E ρ is the share that it leaves to the ids that the engine "
+            f"kept, which rollout_corr/rollout_is_ratio_mean shows. Set policy.generation.top_p=1.0 and top_k=null"
+        )
     return block_lines(
         config,
         lines,
         divided=f"as in NeMo-RL: by the step's {count}; rejected ones still count",
         second_pass=second,
-        filtered=_sampling_filter(policy.get("generation") or {}),
+        filtered=bias,
         length=policy.get("max_total_sequence_length"),
-    )
-
-
-def _sampling_filter(generation: Mapping[str, Any]) -> str:
-    """What policy.generation's filters leave in the ratio; empty where they are off."""
-    if not filter_bias(top_p=generation.get("top_p"), top_k=generation.get("top_k"), renormalised=None):
-        return ""
-    return (
-        f"top_p {generation.get('top_p')}, top_k {generation.get('top_k')}; NeMo-RL cuts the trainer's logits by the "
-        f"same filter, but by its own probabilities: no sampling mask is replayed. E ρ is the share that it leaves to "
-        f"the ids that the engine kept, which rollout_corr/rollout_is_ratio_mean shows. Set "
-        f"policy.generation.top_p=1.0 and top_k=null"
     )
 
 
@@ -221,7 +217,17 @@ class MismatchLoss:
                 f"next_token_logprobs has shape {tuple(next_token_logprobs.shape)}, the token mask without its first "
                 f"column {tuple(mask.shape)}: both must be [batch, length - 1]."
             )
-        token = self._token_loss(next_token_logprobs, mask, data)
+        config, old = self.config, None
+        if not config.use_rollout_log_probs and not self.force_on_policy_ratio:
+            old = self._take(data, "prev_logprobs").flatten()
+        packed = PackedSequences(
+            loss_mask=mask.bool().flatten(),
+            lengths=(mask.shape[1],) * mask.shape[0],
+            rollout_log_probs=self._take(data, "generation_logprobs").flatten(),
+            old_log_probs=old,
+            advantages=self._take(data, "advantages").flatten(),
+        )
+        token = token_loss(next_token_logprobs.flatten(), packed, config)
         result = sum_tokens(token)
         divisor = (global_valid_toks if self.token_level else global_valid_seqs) + _EPSILON
         loss = (result.loss_sum + sum(result.terms.values())) / divisor
@@ -235,19 +241,6 @@ class MismatchLoss:
             "kl_penalty": 0.0 if kl is None else kl.item(),
             "num_valid_samples": float(data["sample_mask"].sum()),
         }
-
-    def _token_loss(self, log_probs: Tensor, mask: Tensor, data: Mapping[str, Any]) -> TokenLoss:
-        old = None
-        if not self.config.use_rollout_log_probs and not self.force_on_policy_ratio:
-            old = self._take(data, "prev_logprobs").flatten()
-        packed = PackedSequences(
-            loss_mask=mask.bool().flatten(),
-            lengths=(mask.shape[1],) * mask.shape[0],
-            rollout_log_probs=self._take(data, "generation_logprobs").flatten(),
-            old_log_probs=old,
-            advantages=self._take(data, "advantages").flatten(),
-        )
-        return token_loss(log_probs.flatten(), packed, self.config)
 
     def _kl(self, log_probs: Tensor, mask: Tensor, enters: Tensor, data: Mapping[str, Any]) -> Tensor:
         """NeMo-RL's KL penalty, summed as its loss type says. Sampled from π_θ, or from the rollout policy.

@@ -45,27 +45,8 @@ from mismatch_plugin.hooks.slime.config import (
 )
 from mismatch_plugin.hooks.slime.updates import WeightUpdates
 from mismatch_plugin.parallel.agreement import StepKind, settings_of
+from mismatch_plugin.parallel.context import local_positions, padded_length
 from mismatch_plugin.parallel.groups import ParallelGroups
-
-
-def owned_ranges(
-    total: int, response: int, cp_size: int, cp_rank: int, padded: int | None = None
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The two half-open ranges of response positions that a rank holds: the zigzag layout of slime and miles.
-
-    A sequence of n tokens (prompt and response) is cut into 2·cp chunks of ceil(n / (2·cp)); rank r owns chunks r and
-    2·cp − 1 − r. What it holds of a response are the tokens whose *predicting* position lies in its chunks; maybe none.
-    total, response: tokens of the whole sequence and of its response. padded: what the chunks are cut from, where that
-    is not `total` (a padded batch).
-    """
-    if cp_size == 1:
-        return (0, response), (response, response)
-    prompt, chunk = total - response, -(-(padded or total) // (2 * cp_size))
-    ranges = []
-    for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
-        start, stop = max(index * chunk, prompt - 1), min((index + 1) * chunk, total - 1)
-        ranges.append((start + 1 - prompt, stop + 1 - prompt) if start < stop else (0, 0))
-    return ranges[0], ranges[1]
 
 
 def pack_local(
@@ -77,6 +58,8 @@ def pack_local(
 ) -> PackedSequences:
     """This rank's tokens of a micro-batch. No collective, no host sync on what the samples hold.
 
+    Under context parallelism it holds of each sequence (prompt and response) two chunks, in the zigzag layout, and of
+    the response the tokens whose *predicting* position lies in them; maybe none.
     batch: loss_masks ([response] a sample, whole on every rank; anything but 0 trains), total_lengths,
         response_lengths, and under `--qkv-format bshd` (miles) max_seq_lens, which the chunks are cut from.
     needs: `Unit.needs`, what is to be said of the whole sequences under context parallelism.
@@ -86,13 +69,14 @@ def pack_local(
     """
     masks, totals, responses = batch["loss_masks"], batch["total_lengths"], batch["response_lengths"]
     padded = batch.get("max_seq_lens") if getattr(args, "qkv_format", "thd") == "bshd" else None
-    padded = padded or [None] * len(totals)
     size, rank = groups.cp_size, groups.cp_rank
-    ranges = [
-        owned_ranges(total, response, size, rank, width)
-        for total, response, width in zip(totals, responses, padded, strict=True)
-    ]
-    lengths = tuple((b - a) + (d - c) for (a, b), (c, d) in ranges)
+    wholes = [padded_length(length, "zigzag", size) for length in padded or totals]
+    prompts = [total - response for total, response in zip(totals, responses, strict=True)]
+    held = []
+    for whole, prompt, response in zip(wholes, prompts, responses, strict=True):
+        at = local_positions(whole, "zigzag", size, rank) + 1 - prompt  # in the response, of the token predicted there
+        held.append(at[(at >= 0) & (at < response)])
+    lengths = tuple(map(len, held))
     for sample, (mask, response) in enumerate(zip(masks, responses, strict=True)):
         if mask.shape != (response,):
             raise ValueError(
@@ -111,20 +95,19 @@ def pack_local(
             joined = torch.cat(list(values))
             fields[name] = joined if name == "entropy" else joined.detach()
 
-    def mine(rows: Sequence[Tensor]) -> Tensor:
-        return torch.cat([row[start:stop] for row, parts in zip(rows, ranges, strict=True) for start, stop in parts])
-
-    mask = mine(masks)
+    mask = torch.cat(list(masks))
     if size > 1:
-        positions = [torch.arange(start, stop) for parts in ranges for start, stop in parts]
-        fields["positions"] = torch.cat(positions).to(mask.device)
+        starts = torch.tensor([0, *responses]).cumsum(0).tolist()
+        index = torch.cat([start + at for start, at in zip(starts, held, strict=False)]).to(mask.device)
+        fields["positions"] = torch.cat(held).to(mask.device)
         if "unit_ids" in needs:
-            whole = PackedSequences(loss_mask=torch.cat(list(masks)) != 0, lengths=tuple(responses))
-            unit_ids, fields["unit_counts"] = whole.unit_numbers()
-            fields["unit_ids"] = mine(unit_ids.split(list(responses)))
+            unit_ids, counts = PackedSequences(loss_mask=mask != 0, lengths=tuple(responses)).unit_numbers()
+            fields |= {"unit_ids": unit_ids[index], "unit_counts": counts}
         if "chunk_lengths" in needs:
-            before, between = (0,) * rank, (0,) * (2 * (size - rank) - 2)
-            fields["chunk_lengths"] = tuple((*before, b - a, *between, d - c, *before) for (a, b), (c, d) in ranges)
+            before = zip(held, prompts, wholes, strict=True)
+            chunks = [(at + prompt - 1) // (whole // (2 * size)) for at, prompt, whole in before]
+            fields["chunk_lengths"] = tuple(tuple(chunk.bincount(minlength=2 * size).tolist()) for chunk in chunks)
+        mask = mask[index]
     return PackedSequences(loss_mask=mask != 0, lengths=lengths, **fields)
 
 

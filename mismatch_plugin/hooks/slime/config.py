@@ -319,8 +319,8 @@ def check_arguments(args: Namespace, host: Host) -> MismatchConfig | None:
     called = hooked and (value(args, "get_mismatch_metrics") or value(args, "use_tis"))
     if reason := why_our_loss(args, config, host, hooked=called):
         raise ValueError(
-            f"--loss-type policy_loss cannot run {reason}. Start through {_LAUNCHER}, or set --loss-type custom_loss "
-            f"--custom-loss-function-path {hook_path(name, 'policy_loss')}."
+            f"--loss-type policy_loss cannot run {reason}. Leave it out and start through {_LAUNCHER}, or set "
+            f"--loss-type custom_loss --custom-loss-function-path {hook_path(name, 'policy_loss')}."
         )
     if path is None and (config.use_tis or config.compares):
         raise ValueError(
@@ -485,13 +485,9 @@ def _arguments(host: Host, config: MismatchConfig, args: Namespace, typed: set[s
             f"the plugin's flags out."
         )
     custom, reason = loss == "custom_loss", why_our_loss(args, config, host)
-    if not custom and (config.use_rollout_log_probs or reason):
-        if "loss_type" in typed and not reason:
-            return added  # the host's own loss is algorithm 1
-        if "loss_type" in typed:
-            raise ValueError(
-                f"--loss-type {loss} contradicts {reason}. Leave --loss-type out: the launcher sets {ours}."
-            )
+    if not custom and config.use_rollout_log_probs and not reason and "loss_type" in typed:
+        return added  # the host's own loss is algorithm 1
+    if not custom and "loss_type" not in typed and (config.use_rollout_log_probs or reason):
         give("loss_type", "custom_loss")
         give(HOOKS["policy_loss"], ours)
     elif not custom:

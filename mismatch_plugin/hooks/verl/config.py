@@ -56,7 +56,22 @@ def settings(host_config: Any) -> MismatchConfig:
     whose weights the driver makes, one micro-batch for algorithm 3.
     Raises: ValueError, one sentence, where the block contradicts verl's keys or asks for what verl decides.
     """
-    return _build(json.dumps(_parts(host_config), sort_keys=True))
+    # `get`, not `in`: verl's dataclasses are mappings whose `in` raises AttributeError.
+    if host_config.get("algorithm") is not None:
+        block, actor = host_config["algorithm"].get("rollout_correction"), host_config["actor_rollout_ref"]["actor"]
+    elif host_config.get("policy_loss") is not None:
+        actor = host_config
+        block = actor["policy_loss"].get("rollout_correction")
+        # The dataclass default says nothing about what the driver does: it may well be in bypass mode.
+        if block is None or (is_dataclass(block) and block == type(block)()):
+            raise ValueError(f"the workers do not see {RC}: add {REFERENCE_LINE} (loss_mode {LOSS_NAME} reads it).")
+    else:
+        block, actor = host_config, {}
+    chosen = {key: actor.get(key) for key in (*CLIP, *GATE) if actor.get(key) is not None}
+    mode = (actor.get("policy_loss") or {}).get("loss_mode")
+    if mode in OBJECTIVES and mode != "vanilla":  # verl's default, next to which ours may choose
+        chosen["loss_mode"] = mode
+    return _build(json.dumps([plain(block or {}), chosen], sort_keys=True))
 
 
 def has_block(rollout_correction: Any) -> bool:
@@ -125,8 +140,10 @@ def describe(config: MismatchConfig, tree: Any) -> list[str]:
             f"{LOSS_LINES}"
         )
     kept = not bypass and config.denominator == "original"
-    before = bypass or kept or _counts_first(tree)
-    count = "still" if before else "do not"
+    # verl's v1 trainers count tokens of a mask that no rejection reaches, the others afterwards; those under
+    # verl.experimental, which have a section `rollout`, too.
+    early = tree.get("rollout") is None and (tree.get("trainer") or {}).get("use_v1", False)
+    count = "still" if bypass or kept or early else "do not"
     if not (bypass or kept) and config.rejects:
         lines.append("verl's entropy and KL terms leave rejected tokens out too; denominator original keeps them")
     if bypass:
@@ -135,55 +152,19 @@ def describe(config: MismatchConfig, tree: Any) -> list[str]:
         lines.append(f"the gate judges {'each micro-batch' if bypass else 'the rollout batch'}")
     if config.normalizes:
         lines.append(f"batch normalisation over: {config.tis.batch_normalize_scope}")
+    rollout = reference.get("rollout") or {}
+    processed = rollout.get("logprobs_mode", "processed_logprobs") == "processed_logprobs"
+    renormalised = {"vllm": processed, "sglang": False}.get(rollout.get("name") or "")
+    bias = filter_bias(top_p=rollout.get("top_p"), top_k=rollout.get("top_k"), renormalised=renormalised)
     return block_lines(
         config,
         lines,
         divided=f"as in verl, {actor.get('loss_agg_mode', 'token-mean')}: rejected tokens {count} count",
         second_pass="no" if bypass else "yes",
-        filtered=_sampling_filter(reference.get("rollout") or {}),
+        filtered=bias and f"{bias}. verl passes no mask on: set {ROLLOUT}.top_p=1.0 and top_k=-1",
         length=(tree.get("data") or {}).get("max_response_length"),
         leave_out=leave_out,
     )
-
-
-def _counts_first(tree: Any) -> bool:
-    """Whether verl's trainer divides by tokens that it counts before the driver rejects.
-
-    The v1 trainers do (`loss_mask` of the queue, which no rejection reaches); the others copy the mask afterwards.
-    Those under verl.experimental have a section `rollout`.
-    """
-    return tree.get("rollout") is None and bool((tree.get("trainer") or {}).get("use_v1", False))
-
-
-def _sampling_filter(rollout: Any) -> str:
-    """What the section's filters leave in the ratio; empty where they are off."""
-    processed = rollout.get("logprobs_mode", "processed_logprobs") == "processed_logprobs"
-    bias = filter_bias(
-        top_p=rollout.get("top_p"),
-        top_k=rollout.get("top_k"),
-        renormalised={"vllm": processed, "sglang": False}.get(rollout.get("name") or ""),
-    )
-    return bias and f"{bias}. verl passes no mask on: set {ROLLOUT}.top_p=1.0 and top_k=-1"
-
-
-def _parts(host_config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the rollout_correction block, the actor's clip settings) as plain data."""
-    # `get`, not `in`: verl's dataclasses are mappings whose `in` raises AttributeError.
-    if host_config.get("algorithm") is not None:
-        block, actor = host_config["algorithm"].get("rollout_correction"), host_config["actor_rollout_ref"]["actor"]
-    elif host_config.get("policy_loss") is not None:
-        actor = host_config
-        block = actor["policy_loss"].get("rollout_correction")
-        # The dataclass default says nothing about what the driver does: it may well be in bypass mode.
-        if block is None or (is_dataclass(block) and block == type(block)()):
-            raise ValueError(f"the workers do not see {RC}: add {REFERENCE_LINE} (loss_mode {LOSS_NAME} reads it).")
-    else:
-        block, actor = host_config, {}
-    chosen = {key: actor.get(key) for key in (*CLIP, *GATE) if actor.get(key) is not None}
-    mode = (actor.get("policy_loss") or {}).get("loss_mode")
-    if mode in OBJECTIVES and mode != "vanilla":  # verl's default, next to which ours may choose
-        chosen["loss_mode"] = mode
-    return plain(block or {}), chosen
 
 
 @lru_cache(maxsize=16)

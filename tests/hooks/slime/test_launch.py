@@ -150,17 +150,17 @@ def test_a_mis_yaml_runs_under_the_launcher(host: str, tmp_path: Path) -> None:
 # A user's mistakes ----------------------------------------------------------------------------------------------------
 
 IN_YAML = [
-    ("loss_type: policy_loss\n", BOTH, "--loss-type policy_loss contradicts algorithm 3"),
+    ("loss_type: policy_loss\n", BOTH, "--loss-type policy_loss cannot run algorithm 3"),
     ("tis_mode: clip\n", "--use-tis --tis-level token", "are in --custom-config-path .* and on the command line"),
     ("tis_mode: [\n", "--use-tis", r"mis\.yaml cannot be read as YAML or JSON: "),
 ]
 ON_THE_LINE = [
-    (f"{BOTH} --loss-type policy_loss", r"contradicts algorithm 3 .*: .* count twice. Leave --loss-type out"),
-    ("--use-rollout-log-probs --rs-criterion token:k2:1 --loss-type policy_loss", "contradicts algorithm 1 .* compare"),
+    (f"{BOTH} --loss-type policy_loss", r"cannot run algorithm 3 .*: .* count twice. Leave it out"),
+    ("--use-rollout-log-probs --rs-criterion token:k2:1 --loss-type policy_loss", "cannot run algorithm 1 .* compare"),
     ("--use-tis --loss-type custom_loss --custom-loss-function-path mine.loss", "mine.loss is another loss, in"),
     ("--use-tis --custom-tis-function-path mine.tis", "mine.tis is another correction, and"),
     (f"{BOTH} --custom-tis-function-path mine.tis", "mine.tis is another correction, which .* does not call"),
-    ("--use-tis --mismatch-objective gspo --loss-type policy_loss", "contradicts --mismatch-objective gspo: .* comput"),
+    ("--use-tis --mismatch-objective gspo --loss-type policy_loss", "cannot run --mismatch-objective gspo: .* comput"),
     ("--use-tis --loss-type sft_loss", "--loss-type sft_loss is another loss, in which nothing would be corrected"),
 ]  # fmt: skip
 
