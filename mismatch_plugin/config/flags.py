@@ -30,20 +30,21 @@ _MORE_FLAGS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def add_arguments(parser: ArgumentParser, reserved: Mapping[str, str] | None = None) -> ArgumentParser:
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add the flags of the correction to a parser, as one group, and return the parser.
 
     The default of every flag is None: not given. Each is also taken with underscores (`--use_tis`), which --help does
     not list. A flag or destination that the parser has already is left as it is and used; its other spellings are
     added to it. Works with `allow_abbrev=False`, and twice on one parser.
 
-    reserved: flag → destination of flags that the host will define later (slime adds its own after a plugin's).
     Raises: ValueError where the parser keeps one of our flags under a destination that nothing here would read.
     """
     group: Any = None
     for spellings, options in _all_flags():
-        dests, taken = _dests(spellings), {*parser._option_string_actions, *(reserved or {})}
-        dest, default = _owner(parser, spellings, reserved or {})
+        dests, taken = _dests(spellings), parser._option_string_actions
+        there = [taken[name] for name in spellings if name in taken]
+        there += [action for action in parser._actions if action.dest in dests]
+        dest, default = (there[0].dest, there[0].default) if there else (dests[0], None)
         if dest not in dests:
             raise ValueError(
                 f"the parser keeps {spellings[0]} under {dest!r}, where it would not be found: keep it under "
@@ -111,16 +112,6 @@ def _spellings(leaf: FieldInfo) -> list[str]:
 def _dests(spellings: list[str]) -> list[str]:
     """The destinations that argparse would derive from the spellings, the flag's own first."""
     return list(dict.fromkeys(spelling.lstrip("-").replace("-", "_") for spelling in spellings))
-
-
-def _owner(parser: ArgumentParser, spellings: list[str], reserved: Mapping[str, str]) -> tuple[str, Any]:
-    """(destination, default) of what is there already under one of the spellings or destinations, else our own."""
-    known, dests = parser._option_string_actions, _dests(spellings)
-    actions = [known[name] for name in spellings if name in known]
-    for action in (*actions, *(action for action in parser._actions if action.dest in dests)):
-        return action.dest, action.default
-    held = [(reserved[name], False) for name in spellings if name in reserved]
-    return held[0] if held else (dests[0], None)
 
 
 def _options(leaf: FieldInfo) -> dict[str, Any]:

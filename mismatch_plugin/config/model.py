@@ -13,10 +13,10 @@ from typing import Any
 from pydantic import BaseModel, PrivateAttr, ValidationError, ValidationInfo, model_validator
 
 from mismatch_plugin.config.documents import read_mapping
-from mismatch_plugin.config.fields import flag_names, plain_error
+from mismatch_plugin.config.fields import plain_error
 from mismatch_plugin.config.flags import add_arguments, given_flags
 from mismatch_plugin.config.presets import find_preset, preset_names
-from mismatch_plugin.config.rules import notes_on
+from mismatch_plugin.config.rules import notes_on, spelled
 from mismatch_plugin.config.sections import GAMMA_WORDS
 from mismatch_plugin.config.settings import ALGORITHM_NAMES, Settings
 from mismatch_plugin.config.values import MismatchWarning, dotted_fields_set, ignore_mismatch_warnings, merge
@@ -233,14 +233,9 @@ def warn_of_another_algorithm(
     name: str, preset: MismatchConfig, config: MismatchConfig, typed: Collection[str] = ()
 ) -> None:
     """Warn (MismatchWarning) where a switch next to preset `name` makes it another algorithm. typed: given as flags."""
-    if config.algorithm == preset.algorithm:
-        return
-    flags = flag_names(Settings)
-    changed = [path for path in ("use_rollout_log_probs", "use_tis") if getattr(config, path) != getattr(preset, path)]
-    switches = " and ".join(flags[path] if path in typed else path for path in changed)
-    warnings.warn(
-        f"preset {name} is algorithm {preset.algorithm} ({ALGORITHM_NAMES[preset.algorithm]}), and {switches} makes it "
-        f"{config.algorithm} ({ALGORITHM_NAMES[config.algorithm]}): leave {switches} out to run the preset as it is.",
-        MismatchWarning,
-        stacklevel=4,
-    )
+    switches = ("use_rollout_log_probs", "use_tis")
+    if changed := [f"<{path}>" for path in switches if getattr(config, path) != getattr(preset, path)]:
+        was, now = (f"{one.algorithm} ({ALGORITHM_NAMES[one.algorithm]})" for one in (preset, config))
+        given = " and ".join(changed)
+        sentence = f"preset {name} is algorithm {was}, and {given} makes it {now}: leave {given} out to run the preset"
+        warnings.warn(spelled(f"{sentence} as it is.", typed), MismatchWarning, stacklevel=4)

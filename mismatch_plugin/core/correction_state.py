@@ -12,9 +12,16 @@ from torch import Tensor
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import RejectionInputs
 from mismatch_plugin.core.segments import Column, bounded_exp, spread
-from mismatch_plugin.core.units import LARGEST, acting_bounds, unit_log_ratio, unit_tokens
+from mismatch_plugin.core.units import (
+    LARGEST,
+    acting_bounds,
+    batch_factor,
+    bound_weight,
+    gamma_weight,
+    unit_log_ratio,
+    unit_tokens,
+)
 from mismatch_plugin.core.validity import Locator, Tokens, find_invalid
-from mismatch_plugin.core.weights import batch_factor, bound_weight, gamma_weight
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.validity import ROLLOUT_DEFECTS, TRAIN_DEFECTS
-from mismatch_plugin.limits import MIN_EFFECTIVE_SAMPLE_SIZE, MIN_MEAN_WEIGHT, UPPER_BOUNDS
+from mismatch_plugin.limits import MIN_EFFECTIVE_SAMPLE_SIZE, MIN_MEAN_WEIGHT, UPPER_BOUNDS, VANISHING_LOG_WEIGHT
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
@@ -24,7 +24,6 @@ MAX_STD = 1.0
 MAX_KL = 0.1
 MAX_CHI2 = 1.0
 MIN_UNITS = 30  # ours: below this many sequences the moments of their products say nothing
-VANISHING_LOG_WEIGHT = -2.0  # ours: E[Σ l] below this is a typical product weight below e^−2 = 0.14
 MIN_ACCEPTED = 0.5  # ours: a filter that drops more than it keeps
 MAX_BYPASS_CLIPPED = 0.2  # ours: PPO's clip is active for a few percent of tokens where there is no mismatch
 MAX_CLIPPED = 0.3

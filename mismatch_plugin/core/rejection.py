@@ -18,8 +18,8 @@ from torch.nn.functional import binary_cross_entropy
 
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.segments import Column, histogram, segment_max
+from mismatch_plugin.core.units import outside_bounds
 from mismatch_plugin.core.validity import Tokens, select_again
-from mismatch_plugin.core.weights import outside_bounds
 from mismatch_plugin.limits import SAFETY_BOUND
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mismatch_plugin.core.host import on_host
-from mismatch_plugin.core.segments import histogram
+from mismatch_plugin.core.segments import histogram, on_host
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig

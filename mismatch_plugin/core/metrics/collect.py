@@ -19,9 +19,8 @@ from mismatch_plugin.core.metrics.full import full_diagnostics
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.rejection import budget_histogram
 from mismatch_plugin.core.segments import Column, bounded_exp
-from mismatch_plugin.core.units import unit_log_ratio
+from mismatch_plugin.core.units import grown, unit_log_ratio
 from mismatch_plugin.core.validity import KINDS, count_kinds
-from mismatch_plugin.core.weights import grown
 from mismatch_plugin.limits import SAFETY_BOUND
 
 

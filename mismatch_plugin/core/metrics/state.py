@@ -18,8 +18,8 @@ from torch import Tensor
 
 from mismatch_plugin.core.health import check_gate
 from mismatch_plugin.core.rejection import BUDGET_BINS, budget_threshold
+from mismatch_plugin.core.units import batch_factor
 from mismatch_plugin.core.validity import Locator, invalid_error, stopping_kinds
-from mismatch_plugin.core.weights import batch_factor
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
