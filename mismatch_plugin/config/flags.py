@@ -21,11 +21,7 @@ _MORE_FLAGS: list[tuple[str, dict[str, Any], str]] = [
     ("--rs-lower-bound", _RATIO, "lower bound of the criterion of --use-rs; 1/hi if absent, 0 turns it off"),
     ("--rs-upper-bound", _RATIO, "upper bound of the criterion of --use-rs; the TIS upper bound if absent"),
     ("--mismatch-preset", {"metavar": "NAME"}, "preset to start from (mismatch-plugin presets lists them)"),
-    (
-        "--mismatch-config",
-        {"metavar": "FILE"},
-        "YAML or JSON settings; a flag wins over them, and they over the preset",
-    ),
+    ("--mismatch-config", {"metavar": "FILE"}, "YAML or JSON settings; flags win over them, they over the preset"),
     ("--mismatch-explain-only", {"action": "store_true"}, "print what these settings do, and stop"),
 ]
 
@@ -72,11 +68,8 @@ def destinations() -> tuple[str, ...]:
 
 
 def given_flags(namespace: Namespace) -> dict[str, Any]:
-    """What a person typed, as nested settings, and under "preset" and "config" the names of a preset and a file.
-
-    A switch that is False counts as not given: it may be a host's own `store_true`.
-    Raises: ValueError where a bound or level of rejection was given without --use-rs.
-    """
+    """What a person typed, as nested settings, and under "preset" and "config" the names of a preset and a file. A
+    switch that is False counts as not given. Raises ValueError for bounds or level of rejection without --use-rs."""
     values = vars(namespace)
     given: dict[str, Any] = {}
     for leaf in leaf_fields(Settings):
@@ -134,10 +127,8 @@ def _options(leaf: FieldInfo) -> dict[str, Any]:
 
 
 def _read(values: Mapping[str, Any], spellings: list[str], off: bool | None = None) -> Any:
-    """The value under any destination of the spellings; None where there is none or an empty list.
-
-    off: what False is read as: not given (None) for a switch, itself elsewhere, since YAML reads a bare off as false.
-    """
+    """The value under any destination of the spellings; None where there is none or an empty list. off: what False is
+    read as: not given (None) for a switch, itself elsewhere, since YAML reads a bare off as false."""
     found = (values.get(dest) for dest in _dests(spellings))
     read = (off if value is False else value for value in found)
     return next((value for value in read if value is not None and value != []), None)

@@ -68,12 +68,9 @@ class MismatchConfig(Settings):
     def build(
         cls, data: Mapping[str, Any], by_hand: Collection[str] | None = (), flags: Collection[str] = ()
     ) -> MismatchConfig:
-        """Build from nested settings, of which only the dotted paths in `by_hand` were asked for by a person.
-
-        What has no effect is refused where it is in `by_hand`; elsewhere (a preset, another system's settings) it is
-        a MismatchWarning. by_hand None: whatever differs from its default was.
-        flags: those paths of `by_hand` that errors are to name as flags.
-        Raises: ValueError, one sentence a fault.
+        """Build from nested settings. by_hand: the dotted paths that a person asked for, where what has no effect is
+        refused; elsewhere it is a MismatchWarning. None: whatever differs from its default. flags: those of them that
+        errors are to name as flags. Raises: ValueError, one sentence a fault.
         """
         try:
             config = cls.model_validate(data, context={"by_hand": by_hand, "typed": flags})
@@ -86,10 +83,8 @@ class MismatchConfig(Settings):
         """This configuration with some settings changed, validated anew: `config.replace(tis={"upper_bound": 5.0})`.
 
         A dict changes the settings it names and leaves the others of its section; a section (`ImportanceSampling(…)`)
-        or a list takes the place of the old one. What is changed counts as given by hand, what was given by hand before
-        still does, and what a preset or another system's settings brought does not.
-        Raises: ValueError naming the setting, the value and what to do, also where a setting given by hand would have
-        no effect. Warns (MismatchWarning): as building the configuration does.
+        or a list takes the place of the old one. What is changed counts as given by hand.
+        Raises and warns as building the configuration does.
         """
         base = self.model_dump(exclude_unset=True)
         for name, value in changes.items():
@@ -145,7 +140,7 @@ class MismatchConfig(Settings):
         return f"{tis.level} level, {tis.mode}, {bounds}{scope}"
 
     def _rejection(self) -> str:
-        parts = ["ratios outside the weights' bounds"] if self.weighted and self.tis.mode == "mask" else []
+        parts = ["ratios outside the weights' bounds"] * (self.weighted and self.tis.mode == "mask")
         for one in self.criteria:
             budget = f" (a budget: from the second step on the bound rises for {one.budget})" * bool(one.budget)
             parts.append(f"{one.name} in [{one.lower_bound or 0:g}, {one.upper_bound:g}]{budget}")
@@ -223,8 +218,7 @@ def preset(name: str, **overrides: Any) -> MismatchConfig:
 
     A threshold is a number (the upper bound; the lower one is its reciprocal) or verl's "lower_upper" string.
     With other settings: `preset("token_is").replace(metrics="full", tis={"batch_normalize": True})`.
-    Raises: ValueError naming an unknown preset or parameter and what there is, or an invalid value.
-    Warns (MismatchWarning): where one of the preset's settings has no effect or is outside its known range.
+    Raises: ValueError naming an unknown preset or parameter and what there is, or an invalid value. Warns: as building.
     """
     return MismatchConfig.build(find_preset(name).settings(**overrides))
 

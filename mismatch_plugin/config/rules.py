@@ -95,11 +95,8 @@ def contradictions(config: Settings) -> list[tuple[bool, str]]:
     smallest = math.exp(-SAFETY_BOUND)
     early = f"<rs.group> {rs.group} needs to know what is accepted before advantages are computed, and"
     grouped = rs.group != "keep"
-    gamma_needs = {
-        "<use_rollout_log_probs>": config.use_rollout_log_probs,
-        "<tis.level> sequence": tis.level == "sequence",
-    }
-    gamma_lacks = [name for name, there in gamma_needs.items() if not there]
+    gamma_lacks = ["<use_rollout_log_probs>"] * (not config.use_rollout_log_probs)
+    gamma_lacks += ["<tis.level> sequence"] * (tis.level != "sequence")
     # fmt: off
     return [
         (tis.upper_bound < smallest,

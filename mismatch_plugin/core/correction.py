@@ -22,7 +22,7 @@ from mismatch_plugin.core.rejection import (
     sequence_maxima,
     stale_tokens,
 )
-from mismatch_plugin.core.segments import Column, segment_sums, spread
+from mismatch_plugin.core.segments import Column, named_rows, segment_sums, spread
 from mismatch_plugin.core.validity import TRAIN_DEFECTS, Tokens, invalid_error, select_tokens, stopping_kinds
 
 if TYPE_CHECKING:
@@ -59,7 +59,6 @@ class SequenceGroups(Protocol):
 class Correction:
     """weights [T]: importance weights, 0 at padding and where mask mode rejects. keep [T]: 1 where a token stays in
     the loss, else 0. Both in the log-probs' dtype, without gradient; the loss is multiplied by `weights · keep`.
-
     tokens: the selected log-probs. tokens_N, kept_N [N]: response tokens of each whole sequence, and how many of them
     stay (float64). factor: the mean that batch normalisation divided by, None without it. sums_N: the reduced sums of
     every column that was summed over whole sequences, by name.
@@ -75,10 +74,9 @@ class Correction:
     sums_N: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        kept, tokens, total = int(self.kept_N.sum()), int(self.tokens_N.sum()), float(self.applied.sum())
-        return (
-            f"Correction({kept} of {tokens} tokens kept, mean weight {total / max(kept, 1):.4g}; [T] .weights, .keep)"
-        )
+        kept, tokens = int(self.kept_N.sum()), int(self.tokens_N.sum())
+        mean = float(self.applied.sum()) / max(kept, 1)
+        return f"Correction({kept} of {tokens} tokens kept, mean weight {mean:.4g}; [T] .weights, .keep)"
 
     @property
     def applied(self) -> Tensor:
@@ -233,7 +231,7 @@ def given_correction(
     columns = [Column("tokens", tokens.mask), *(further(tokens) if further is not None else ())]
     names, partials = segment_sums(columns, packed.offsets)
     sums = partials if groups is None else groups.sum(partials)
-    sums_N = dict(zip(names, sums.unbind(0), strict=True))
+    sums_N = named_rows(names, sums)
     weights = torch.where(packed.loss_mask, weights_T.to(tokens.mask.dtype), 0.0)
     nothing, counts_N = sums.new_zeros(0), sums_N["tokens"]
     statistics = Statistics(nothing, nothing, (), (), config)

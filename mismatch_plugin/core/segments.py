@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -53,6 +53,19 @@ class Column(NamedTuple):
     squares: str | None = None
 
 
+def verdict_columns(verdicts: Mapping[str, Tensor | None]) -> Iterator[Column]:
+    """Those that exist; a tensor with several names is one column, and its name is all of them (`named_rows`)."""
+    there = {name: verdict for name, verdict in verdicts.items() if verdict is not None}
+    for verdict in {id(verdict): verdict for verdict in there.values()}.values():
+        yield Column(" ".join(name for name, other in there.items() if other is verdict), verdict)
+
+
+def named_rows(names: Sequence[str], values_KN: Tensor) -> dict[str, Tensor]:
+    """Name → [N], each name of a column with several."""
+    rows = zip(names, values_KN.unbind(0), strict=True)
+    return {name: row for together, row in rows for name in together.split()}
+
+
 _TOGETHER = 2**18
 """Tokens times columns that one reduction sums: 2 MiB in float64, all columns of 16,000 tokens."""
 
@@ -67,19 +80,15 @@ def histogram(values: Tensor, bins: int, low: float, high: float) -> Tensor:
 
 
 def segment_sum(values_T: Tensor, offsets: Tensor) -> Tensor:
-    """Σ over each sequence: [T] → [N]. Two kernels, deterministic; an empty sequence gives 0.
-
-    In float64 (a float32 sum over a long response loses three digits); bool is counted in float32, exact to 16 million.
-    """
+    """Σ over each sequence: [T] → [N]. Two kernels, deterministic; an empty sequence gives 0. In float64 (float32 would
+    lose three digits over a long response); bool is counted in float32, exact to 16 million."""
     wide = values_T.float() if values_T.dtype == torch.bool else values_T.double()
     return torch.segment_reduce(wide, "sum", offsets=offsets, unsafe=True)
 
 
 def segment_sums(columns: Iterable[Column], offsets: Tensor) -> tuple[list[str], Tensor]:
-    """Names and sums of every column: [K, N] float64, as `segment_sum`, by one reduction for all that fit _TOGETHER.
-
-    Each column's sum and that of its squares, in the order of the columns: the same on ranks with other tokens.
-    """
+    """Names and sums of every column and of its squares, in their order (the same on ranks with other tokens): [K, N]
+    float64, as `segment_sum`, by one reduction for all that fit _TOGETHER."""
     names: list[str] = []
     sums: dict[str, Tensor] = {}
     waiting: list[Column] = []

@@ -117,7 +117,6 @@ def number_runs(
 
 def unit_log_ratio(unit: Unit, log_ratio_T: Tensor, sums: Mapping[str, Tensor], parts: SequenceParts) -> Tensor:
     """The log-ratio of every unit, [U], unclamped; 0 without response tokens.
-
     token: l_t · sum: Σ m l · mean: Σ m l / Σ m · running: Σ_{k≤t} m_k l_k, float64
     log_ratio_T: l, 0 at padding. sums: Σ m l (`log_ratio`) and Σ m (`tokens`) of each whole part, reduced; not looked
     at where the unit is a token.
@@ -194,7 +193,6 @@ def bound_weight(
 
 def gamma_weight(log_ratio_U: Tensor, ratio_U: Tensor, positive_U: Tensor) -> Tensor:
     """e^λ ρ^k e^(−λρ), [U]: 1 at ρ = 1, largest at ρ = k/λ (1.21 where A ≥ 0, else 1.24), 0 far away on either side.
-
     ratio_U: `bounded_exp` of the log-ratio. positive_U: bool, A ≥ 0. Host syncs: none. Gradient: none.
     """
     log_ratio_U = log_ratio_U.clamp(-SAFETY_BOUND, SAFETY_BOUND)
@@ -203,18 +201,14 @@ def gamma_weight(log_ratio_U: Tensor, ratio_U: Tensor, positive_U: Tensor) -> Te
 
 
 def batch_factor(weight_sum: Tensor, units: Tensor) -> Tensor:
-    """Mean weight that batch normalisation divides by; 1 where it is 0 or there is nothing to average.
-
-    weight_sum, units: 0-d sums over tokens (token, prefix), turns or sequences (sequence, geometric): all of them for
-    truncate and clip, those inside the bounds for mask. Host syncs: none.
-    """
+    """Mean weight that batch normalisation divides by; 1 where it is 0 or there is nothing to average. weight_sum,
+    units: 0-d sums over units, in mask mode over those inside the bounds. Host syncs: none."""
     mean = weight_sum / units.clamp(min=1)
     return torch.where(mean > 0, mean, torch.ones_like(mean))
 
 
 class ActingBounds(NamedTuple):
     """The bounds that act on ratios, which the fractions outside of them are reported for.
-
     unit: whose ratio is compared. lower may be 0 (no bound), upper inf. growth: g, log lo and log hi grow as n^g.
     """
 
@@ -238,7 +232,6 @@ def acting_bounds(config: MismatchConfig) -> ActingBounds | None:
     """The weights' bounds; without weights, or where the sign of the advantage decides on these, those of the first
     ratio criterion, at its level; without weights else a TIS bound that a preset or a person gave, for the metrics
     alone; None where nothing bounds a ratio.
-
     A criterion counts that bounds π_train's ratio in every unit: not under a condition, nor where π_θ is judged.
     """
     tis = config.tis

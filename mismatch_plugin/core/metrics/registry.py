@@ -1,8 +1,7 @@
 """Every metric, declared once: name, formula, unit, what it averages over, how it merges, and how it is formed.
 
-Metrics are formed on the host from merged sums and maxima, so they are the same for every split of the step. The
-table of docs/metrics.md is generated from `METRICS`. Names follow the rollout-correction guide (November 2025).
-"""
+They are formed on the host from merged sums and maxima, so they are the same for every split of the step. docs/metrics.md is
+generated from `METRICS`. Names follow the rollout-correction guide (November 2025)."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from mismatch_plugin.core.metrics import full
 from mismatch_plugin.core.rejection import BUDGET_LAST, budget_threshold
 from mismatch_plugin.core.units import acting_bounds
 from mismatch_plugin.core.validity import DEFECTS
@@ -29,6 +27,17 @@ PREFIX = "rollout_corr/"
 _OPTIONAL = ("masked", "masked_any", "vetoed", "catastrophic", "clip_dual")
 """Rows that are not there where no setting could add to them: their sum is 0."""
 
+
+HISTOGRAM_BINS = 2048
+HISTOGRAM_SCALE = 1e-4
+HISTOGRAM_EDGE = math.asinh(SAFETY_BOUND / HISTOGRAM_SCALE)
+"""Bins are equal in asinh(l / 1e-4): 1.3 % of |l| wide, down to 1e-6 at 0, over l in ±20."""
+
+POSITION_EDGES = (64, 256, 1024, 4096, 16384)
+PROBABILITY_EDGES = (0.01, 0.1, 0.5, 0.9, 0.99)
+LENGTH_EDGES = (256, 1024, 4096, 16384)
+VERSION_LAGS = 16
+"""Weight versions that a token lags behind the trainer's are counted one by one below this, and above it together."""
 
 BOUND_UNITS, LEVEL_UNITS = "units of that bound", "level's units"
 """What the shares outside the bounds that act are over, and what is said of the level's own units."""
@@ -48,10 +57,7 @@ class State:
         return any(key in self.sums or key in self.maxima for key in (name, f"{name}@tokens", f"{name}[0]"))
 
     def count(self, measure: str, trained: bool = False) -> float:
-        """Tokens, turns or sequences that were measured, or that train.
-
-        Where invalid log-probs are left out, `one` is what was measured, and the loss runs over more.
-        """
+        """Tokens, turns or sequences that were measured, or that train: more, where invalid log-probs are left out."""
         measured = self.sums[f"one@{measure}"]
         return self.sums.get(f"trained_{measure}", measured) if trained else measured
 
@@ -59,10 +65,10 @@ class State:
         """Σ of a row over its measure; 0 where there is nothing."""
         return ratio(self.sums[f"{row}@{measure}"], self.sums[f"one@{measure}"])
 
-    def maximum(self, name: str, default: float = 0.0) -> float:
-        """A maximum; the default where there was nothing to take it of."""
+    def maximum(self, name: str) -> float:
+        """A maximum; 0 where there was nothing to take it of."""
         value = self.maxima[name]
-        return value if math.isfinite(value) else default
+        return value if math.isfinite(value) else 0.0
 
     def vector(self, name: str) -> list[float]:
         """The elements of a vector, in order."""
@@ -127,10 +133,7 @@ def token_ess(s: State, row: str) -> float:
 
 def seq_extreme(s: State, sign: str) -> float:
     """Largest (or with - smallest) ρ of a sequence: its tokens' mean, or its own where it is the unit."""
-    if s.unit == "sequences":
-        return log_extreme(s, "log_aggregate", sign)
-    value = s.maximum(f"{sign}ratio_seq")
-    return 1.0 - value if sign else 1.0 + value
+    return log_extreme(s, "log_aggregate", sign) if s.unit == "sequences" else 1.0 + extreme(s, "ratio_seq", sign)
 
 
 def unit_std(s: State) -> float:
@@ -146,10 +149,14 @@ def unit_ess(s: State) -> float:
     return min(ratio(s.mean("unit_plain", s.unit) ** 2, s.mean("unit_square", s.unit), 1.0), 1.0)
 
 
+def extreme(s: State, name: str, sign: str) -> float:
+    """The largest value, or ("-") the smallest."""
+    return -s.maximum(sign + name) if sign else s.maximum(name)
+
+
 def log_extreme(s: State, name: str, sign: str) -> float:
-    """exp of the largest value, or ("-") of the smallest, at most e^20."""
-    value = s.maximum(sign + name)
-    return bounded_exp(-value if sign else value)
+    """exp of it, at most e^20."""
+    return bounded_exp(extreme(s, name, sign))
 
 
 def after_std(s: State) -> float:
@@ -203,27 +210,34 @@ def criterion_means(s: State) -> dict[str, float]:
 
 def criterion_extremes(s: State, sign: str) -> dict[str, float]:
     """Largest (or with - smallest) value that each criterion compares."""
-    values = {}
-    for criterion in measured_criteria(s):
-        name = f"value_{criterion.name}"
-        value = s.maximum(sign + name)
-        values[criterion.name] = log_extreme(s, name, sign) if criterion.in_log_space else -value if sign else value
-    return values
+    extremes = {True: log_extreme, False: extreme}
+    return {c.name: extremes[c.in_log_space](s, f"value_{c.name}", sign) for c in measured_criteria(s)}
 
 
 def thresholds(s: State) -> dict[str, float]:
     """The upper bound that each budget gives the next step; 1e12 where nothing is to be rejected."""
-    budgets = [criterion for criterion in s.config.budgets if s.has(f"budget_{criterion.name}")]
-    counts = [torch.tensor(s.vector(f"budget_{criterion.name}"), dtype=torch.float64) for criterion in budgets]
-    bounds = [float(budget_threshold(*each)) for each in zip(counts, budgets, strict=True)]
-    return {criterion.name: min(bound, BUDGET_LAST) for criterion, bound in zip(budgets, bounds, strict=True)}
+    counts = {one: torch.tensor(s.vector(f"budget_{one.name}"), dtype=torch.float64) for one in s.config.budgets}
+    return {one.name: min(float(budget_threshold(of, one)), BUDGET_LAST) for one, of in counts.items() if len(of)}
+
+
+def quantile(histogram: list[float], share: float) -> float:
+    """The log-ratio below which `share` of the counted tokens lie, interpolated inside its bin (host arithmetic)."""
+    total = sum(histogram)
+    width = 2 * HISTOGRAM_EDGE / HISTOGRAM_BINS
+    below, target = 0.0, share * total
+    for index, count in enumerate(histogram):
+        if count and below + count >= target:
+            place = -HISTOGRAM_EDGE + width * (index + (target - below) / count)
+            return HISTOGRAM_SCALE * math.sinh(place)
+        below += count
+    return 0.0
 
 
 def quantiles(s: State) -> dict[str, float]:
     """Of ρ_t, interpolated inside the bins of its histogram."""
     histogram = s.vector("histogram")
     shares = {"p1": 0.01, "p50": 0.5, "p99": 0.99, "p99_9": 0.999}
-    return {name: math.exp(full.quantile(histogram, share)) for name, share in shares.items()}
+    return {name: math.exp(quantile(histogram, share)) for name, share in shares.items()}
 
 
 def edges(edges: tuple[float, ...]) -> list[str]:
@@ -240,18 +254,17 @@ def bucket_means(s: State, bucket: str, column: str, count: str = "tokens") -> d
 
 
 BUCKETS = {
-    "position": edges(full.POSITION_EDGES),
-    "probability": edges(full.PROBABILITY_EDGES),
-    "length": edges(full.LENGTH_EDGES),
+    "position": edges(POSITION_EDGES),
+    "probability": edges(PROBABILITY_EDGES),
+    "length": edges(LENGTH_EDGES),
     "advantage": ["negative", "zero", "positive"],
-    "version": [*(f"lag_{lag}" for lag in range(full.VERSION_LAGS)), "lag_older"],
+    "version": [*(f"lag_{lag}" for lag in range(VERSION_LAGS)), "lag_older"],
 }
 """The labels of each."""
 
 
 class Mean(NamedTuple):
     """A value that is a sum divided by the count of tokens or sequences which its metric is `over`.
-
     total: that sum, or the name of it or of the row that it is the sum of.
     left_out: what a token (sequence) whose invalid log-prob is only measured adds where a host counts it all the same.
     empty: the mean of nothing.
@@ -310,10 +323,8 @@ def means(config: MismatchConfig) -> Iterator[tuple[Metric, Mean, str]]:
 def compute_metrics(
     sums: Mapping[str, float], maxima: Mapping[str, float], config: MismatchConfig, averaged_only: bool = False
 ) -> dict[str, float]:
-    """Every metric whose state is there, in order of declaration, under `rollout_corr/`.
-
-    averaged_only: those whose mean over micro-batches means something, for hosts that take it of all they are given.
-    """
+    """Every metric whose state is there, in order of declaration, under `rollout_corr/`. averaged_only: those
+    whose mean over micro-batches means something, for hosts that take it of all they are given."""
     if config.metrics == "off":
         return {}
     state = State(sums, maxima, config)
