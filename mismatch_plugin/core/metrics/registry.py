@@ -1,7 +1,7 @@
 """Every metric, declared once: name, formula, unit, what it averages over, how it merges, and how it is formed.
 
-They are formed on the host from merged sums and maxima, so they are the same for every split of the step. docs/metrics.md is
-generated from `METRICS`. Names follow the rollout-correction guide (November 2025)."""
+They are formed on the host from merged sums and maxima, so they are the same for every split of the step.
+docs/metrics.md is generated from `METRICS`. Names follow the rollout-correction guide (November 2025)."""
 
 from __future__ import annotations
 
