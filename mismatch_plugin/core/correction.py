@@ -10,18 +10,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from mismatch_plugin.core import rejection
 from mismatch_plugin.core.correction_state import CorrectionState
 from mismatch_plugin.core.metrics.collect import collect_statistics, second_columns, token_columns
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.core.rejection import (
-    reject_sequences,
-    reject_tokens,
-    rejection_columns,
-    rejection_inputs,
-    sequence_maxima,
-    stale_tokens,
-)
 from mismatch_plugin.core.segments import Column, named_rows, segment_sums, spread
 from mismatch_plugin.core.validity import TRAIN_DEFECTS, Tokens, invalid_error, select_tokens, stopping_kinds
 
@@ -144,18 +137,20 @@ def compute_correction(
             )
     excludes_invalid = config.metrics != "off" and packed.rollout_log_probs is not None and config.excludes_invalid
     tokens = select_tokens(train_T, packed.loss_mask, packed.rollout_log_probs, excludes_invalid)
-    judged = rejection_inputs(config, packed, tokens, current_T, thresholds)
-    stale_T = stale_tokens(config, packed)
+    judged = rejection.rejection_inputs(config, packed, tokens, current_T, thresholds)
+    stale_T = rejection.stale_tokens(config, packed)
     state = CorrectionState(config, packed, tokens, judged, train_T)
 
     # Decisions and weights that need one token only.
-    state.outside_T = reject_tokens(config, judged, stale_T)
+    state.outside_T = rejection.reject_tokens(config, judged, stale_T)
     if state.unit.per_token:
         state.weigh()
     masked_T, rejected_T = state.rejected_tokens()
 
     # One sum (and where asked one maximum) a sequence, over all of its tokens wherever they live.
-    columns = chain(token_columns(state, masked_T, rejected_T), rejection_columns(config, judged, state.measured))
+    columns = chain(
+        token_columns(state, masked_T, rejected_T), rejection.rejection_columns(config, judged, state.measured)
+    )
     if further is not None:
         columns = chain(columns, further(tokens))
     if excludes_invalid:
@@ -174,13 +169,13 @@ def compute_correction(
     else:
         state.read(names, partials if groups is None else groups.sum(partials))
         state.read_parts(names, None)
-    maxima_N = sequence_maxima(config, judged, packed.offsets)
+    maxima_N = rejection.sequence_maxima(config, judged, packed.offsets)
     if maxima_N and groups is not None:
         maxima = groups.max(torch.stack(list(maxima_N.values())))
         maxima_N = dict(zip(maxima_N, maxima.unbind(), strict=True))
 
     # Decisions and weights that need the whole unit or sequence.
-    state.outside_N, state.values_N = reject_sequences(config, judged, state.sums_N, state.means_N, maxima_N)
+    state.outside_N, state.values_N = rejection.reject_sequences(config, judged, state.sums_N, state.means_N, maxima_N)
     if not state.unit.per_token:
         state.weigh()
     if state.unit.needs_second_reduction:

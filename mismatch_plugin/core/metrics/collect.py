@@ -13,15 +13,7 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.core.correction_state import CorrectionState, any_of
-from mismatch_plugin.core.metrics.registry import (
-    HISTOGRAM_BINS,
-    HISTOGRAM_EDGE,
-    HISTOGRAM_SCALE,
-    LENGTH_EDGES,
-    POSITION_EDGES,
-    PROBABILITY_EDGES,
-    VERSION_LAGS,
-)
+from mismatch_plugin.core.metrics import registry
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.rejection import budget_histogram
 from mismatch_plugin.core.segments import Column, bounded_exp, histogram, verdict_columns
@@ -352,10 +344,10 @@ def full_diagnostics(state: CorrectionState, counts_sequences: bool) -> tuple[di
     tokens, packed = state.tokens, state.packed
     sums: dict[str, Tensor] = {}
     # Log-ratios beyond ±20 fall into the last bins.
-    edge = HISTOGRAM_EDGE * (1 - 1e-6)
-    place = tokens.log_ratio.mul(1.0 / HISTOGRAM_SCALE).asinh_().clamp_(-edge, edge)
-    place.masked_fill_(tokens.padding, 2 * HISTOGRAM_EDGE)  # outside the range: not counted
-    sums["histogram"] = histogram(place, HISTOGRAM_BINS, -HISTOGRAM_EDGE, HISTOGRAM_EDGE)
+    edge = registry.HISTOGRAM_EDGE * (1 - 1e-6)
+    place = tokens.log_ratio.mul(1.0 / registry.HISTOGRAM_SCALE).asinh_().clamp_(-edge, edge)
+    place.masked_fill_(tokens.padding, 2 * registry.HISTOGRAM_EDGE)  # outside the range: not counted
+    sums["histogram"] = histogram(place, registry.HISTOGRAM_BINS, -registry.HISTOGRAM_EDGE, registry.HISTOGRAM_EDGE)
     del place
     maxima: dict[str, Tensor] = {}
     difference = tokens.train.exp().sub_(tokens.rollout.exp()).abs_()
@@ -372,18 +364,20 @@ def full_diagnostics(state: CorrectionState, counts_sequences: bool) -> tuple[di
         sums[f"{name}_tokens"] = _by_bucket(place, size, buffer.copy_(tokens.mask))
 
     if packed.weight_versions is not None and packed.trainer_version is not None:
-        lag = (packed.trainer_version - packed.weight_versions).clamp_(0, VERSION_LAGS)
-        add_drift("version", lag, VERSION_LAGS + 1)
-    add_drift("probability", bucket(tokens.rollout.exp(), PROBABILITY_EDGES), len(PROBABILITY_EDGES) + 1)
-    add_drift("position", bucket(packed.response_positions, POSITION_EDGES), len(POSITION_EDGES) + 1)
+        lag = (packed.trainer_version - packed.weight_versions).clamp_(0, registry.VERSION_LAGS)
+        add_drift("version", lag, registry.VERSION_LAGS + 1)
+    add_drift(
+        "probability", bucket(tokens.rollout.exp(), registry.PROBABILITY_EDGES), len(registry.PROBABILITY_EDGES) + 1
+    )
+    add_drift("position", bucket(packed.response_positions, registry.POSITION_EDGES), len(registry.POSITION_EDGES) + 1)
     if packed.advantages is not None:
         sign = packed.advantages.masked_fill(tokens.padding, 0.0).sign_().add_(1.0).int()
         sums["advantage_tokens"] = _by_bucket(sign, 3, buffer.copy_(tokens.mask))
         sums["advantage_kept"] = _by_bucket(sign, 3, buffer.copy_(state.keep_T))
-    length = bucket(state.tokens_N, LENGTH_EDGES)
+    length = bucket(state.tokens_N, registry.LENGTH_EDGES)
     counted = (state.tokens_N > 0).double() * float(counts_sequences)
-    sums["length_sequences"] = _by_bucket(length, len(LENGTH_EDGES) + 1, counted)
-    sums["length_kept"] = _by_bucket(length, len(LENGTH_EDGES) + 1, counted * (state.kept_N > 0))
+    sums["length_sequences"] = _by_bucket(length, len(registry.LENGTH_EDGES) + 1, counted)
+    sums["length_kept"] = _by_bucket(length, len(registry.LENGTH_EDGES) + 1, counted * (state.kept_N > 0))
     return sums, maxima
 
 
