@@ -6,6 +6,8 @@ MIN_MEAN_WEIGHT = 0.5
 """Weights whose mean is below this shrink the gradient to less than half."""
 MIN_EFFECTIVE_SAMPLE_SIZE = 0.3
 """Below this share few units carry the gradient."""
+VANISHING_LOG_WEIGHT = -2.0
+"""Ours: a mean log-ratio of products below this is a typical product weight below e^−2 = 0.14."""
 UPPER_BOUNDS = (1.0, 100.0)
 """An upper bound of weights outside of these is warned of."""
 USUAL_KL = 1e-3

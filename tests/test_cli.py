@@ -54,7 +54,7 @@ def test_presets_are_listed_and_each_shows_all_its_settings():
     assert output_of("presets", "--markdown") == presets_table().to_markdown()
     for entry in PRESETS:
         assert entry.name in listed
-        table, shown = preset_table(entry.name), output_of("presets", [entry.name, *entry.aliases][-1])
+        table, shown = preset_table(entry.name), output_of("presets", entry.names.split()[-1])
         assert [field for field in table.column("field") if field not in shown] == []
         assert table.notes[-1] in shown
     flags = preset_table("decoupled_token_icepop").notes[-1]  # stay on one line

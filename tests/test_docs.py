@@ -19,7 +19,7 @@ from mismatch_plugin.core.metrics.registry import METRICS
 
 README = ROOT / "README.md"
 TEXTS = {path: path.read_text(encoding="utf-8") for path in PAGES}
-KNOWN = {name for entry in PRESETS for name in (entry.name, *entry.aliases)}
+KNOWN = {name for entry in PRESETS for name in entry.names.split()}
 
 
 def test_blocks_are_current_and_every_table_has_one():

@@ -67,7 +67,7 @@ def test_core_imports_nothing_outside_itself():
         for name in imports(tree)
         if path.is_relative_to(ROOT / "core") and not name.startswith(CORE_MAY_IMPORT)
     }
-    assert outside == {("host.py", "numpy"), ("entries.py", "numpy")}  # CPU tensors' own memory, and lists
+    assert outside == {("segments.py", "numpy"), ("packed.py", "numpy")}  # CPU tensors' own memory, and lists
 
 
 def test_files_import_downwards_and_in_no_circle():

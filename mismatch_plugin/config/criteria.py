@@ -44,7 +44,6 @@ class Criterion(Section):
         None, "lower bound; for ratio and k1 1/upper if absent, 0 turns it off", ge=0.0
     )
     upper_bound: float | None = described(None, "upper bound; for ratio and k1 the TIS upper bound if absent", gt=0.0)
-
     condition: Condition = "any"
     share: float | None = described(None, "of all units, at most so many are rejected", gt=0.0, lt=1.0)
     mean: float | None = described(

@@ -34,10 +34,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:
-    """What a YAML or JSON file holds; {} for an empty one.
-
-    Raises ValueError for a file that cannot be read, is above 1 MiB, or holds no mapping.
-    """
+    """What a YAML or JSON file holds; {} if empty. Raises ValueError where it is above 1 MiB, or no mapping."""
     path = Path(path)
     if not path.exists():
         raise ValueError(f"configuration file {path} does not exist: check the path given.")

@@ -26,8 +26,7 @@ class FieldInfo:
 def described(
     default: Any, description: str, *, flag: str = "", aliases: tuple[str, ...] = (), unit: str = "", **constraints: Any
 ) -> Any:
-    """A pydantic field with the metadata that flags and documentation are generated from. flag: where it is not
-    --tis-NAME, --rs-NAME or --mismatch-NAME, by its section."""
+    """A pydantic field with what flags and documentation are generated from. flag: where it is not --SECTION-NAME."""
     meta: Any = {"flag": flag, "aliases": aliases, "unit": unit}
     return Field(default, description=description, json_schema_extra={"mismatch": meta}, **constraints)
 

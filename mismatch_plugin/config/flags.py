@@ -21,29 +21,26 @@ _MORE_FLAGS: list[tuple[str, dict[str, Any], str]] = [
     ("--rs-lower-bound", _RATIO, "lower bound of the criterion of --use-rs; 1/hi if absent, 0 turns it off"),
     ("--rs-upper-bound", _RATIO, "upper bound of the criterion of --use-rs; the TIS upper bound if absent"),
     ("--mismatch-preset", {"metavar": "NAME"}, "preset to start from (mismatch-plugin presets lists them)"),
-    (
-        "--mismatch-config",
-        {"metavar": "FILE"},
-        "YAML or JSON settings; a flag wins over them, and they over the preset",
-    ),
+    ("--mismatch-config", {"metavar": "FILE"}, "YAML or JSON settings; flags win over them, they over the preset"),
     ("--mismatch-explain-only", {"action": "store_true"}, "print what these settings do, and stop"),
 ]
 
 
-def add_arguments(parser: ArgumentParser, reserved: Mapping[str, str] | None = None) -> ArgumentParser:
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add the flags of the correction to a parser, as one group, and return the parser.
 
     The default of every flag is None: not given. Each is also taken with underscores (`--use_tis`), which --help does
     not list. A flag or destination that the parser has already is left as it is and used; its other spellings are
     added to it. Works with `allow_abbrev=False`, and twice on one parser.
 
-    reserved: flag → destination of flags that the host will define later (slime adds its own after a plugin's).
     Raises: ValueError where the parser keeps one of our flags under a destination that nothing here would read.
     """
     group: Any = None
     for spellings, options in _all_flags():
-        dests, taken = _dests(spellings), {*parser._option_string_actions, *(reserved or {})}
-        dest, default = _owner(parser, spellings, reserved or {})
+        dests, taken = _dests(spellings), parser._option_string_actions
+        there = [taken[name] for name in spellings if name in taken]
+        there += [action for action in parser._actions if action.dest in dests]
+        dest, default = (there[0].dest, there[0].default) if there else (dests[0], None)
         if dest not in dests:
             raise ValueError(
                 f"the parser keeps {spellings[0]} under {dest!r}, where it would not be found: keep it under "
@@ -71,11 +68,8 @@ def destinations() -> tuple[str, ...]:
 
 
 def given_flags(namespace: Namespace) -> dict[str, Any]:
-    """What a person typed, as nested settings, and under "preset" and "config" the names of a preset and a file.
-
-    A switch that is False counts as not given: it may be a host's own `store_true`.
-    Raises: ValueError where a bound or level of rejection was given without --use-rs.
-    """
+    """What a person typed, as nested settings, and under "preset" and "config" the names of a preset and a file. A
+    switch that is False counts as not given. Raises ValueError for bounds or level of rejection without --use-rs."""
     values = vars(namespace)
     given: dict[str, Any] = {}
     for leaf in leaf_fields(Settings):
@@ -113,16 +107,6 @@ def _dests(spellings: list[str]) -> list[str]:
     return list(dict.fromkeys(spelling.lstrip("-").replace("-", "_") for spelling in spellings))
 
 
-def _owner(parser: ArgumentParser, spellings: list[str], reserved: Mapping[str, str]) -> tuple[str, Any]:
-    """(destination, default) of what is there already under one of the spellings or destinations, else our own."""
-    known, dests = parser._option_string_actions, _dests(spellings)
-    actions = [known[name] for name in spellings if name in known]
-    for action in (*actions, *(action for action in parser._actions if action.dest in dests)):
-        return action.dest, action.default
-    held = [(reserved[name], False) for name in spellings if name in reserved]
-    return held[0] if held else (dests[0], None)
-
-
 def _options(leaf: FieldInfo) -> dict[str, Any]:
     """Options of add_argument for a setting, from its type and metadata."""
     unit = leaf.meta["unit"]
@@ -143,10 +127,8 @@ def _options(leaf: FieldInfo) -> dict[str, Any]:
 
 
 def _read(values: Mapping[str, Any], spellings: list[str], off: bool | None = None) -> Any:
-    """The value under any destination of the spellings; None where there is none or an empty list.
-
-    off: what False is read as: not given (None) for a switch, itself elsewhere, since YAML reads a bare off as false.
-    """
+    """The value under any destination of the spellings; None where there is none or an empty list. off: what False is
+    read as: not given (None) for a switch, itself elsewhere, since YAML reads a bare off as false."""
     found = (values.get(dest) for dest in _dests(spellings))
     read = (off if value is False else value for value in found)
     return next((value for value in read if value is not None and value != []), None)

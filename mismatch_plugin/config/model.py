@@ -13,10 +13,10 @@ from typing import Any
 from pydantic import BaseModel, PrivateAttr, ValidationError, ValidationInfo, model_validator
 
 from mismatch_plugin.config.documents import read_mapping
-from mismatch_plugin.config.fields import flag_names, plain_error
+from mismatch_plugin.config.fields import plain_error
 from mismatch_plugin.config.flags import add_arguments, given_flags
 from mismatch_plugin.config.presets import find_preset, preset_names
-from mismatch_plugin.config.rules import notes_on
+from mismatch_plugin.config.rules import notes_on, spelled
 from mismatch_plugin.config.sections import GAMMA_WORDS
 from mismatch_plugin.config.settings import ALGORITHM_NAMES, Settings
 from mismatch_plugin.config.values import MismatchWarning, dotted_fields_set, ignore_mismatch_warnings, merge
@@ -68,12 +68,9 @@ class MismatchConfig(Settings):
     def build(
         cls, data: Mapping[str, Any], by_hand: Collection[str] | None = (), flags: Collection[str] = ()
     ) -> MismatchConfig:
-        """Build from nested settings, of which only the dotted paths in `by_hand` were asked for by a person.
-
-        What has no effect is refused where it is in `by_hand`; elsewhere (a preset, another system's settings) it is
-        a MismatchWarning. by_hand None: whatever differs from its default was.
-        flags: those paths of `by_hand` that errors are to name as flags.
-        Raises: ValueError, one sentence a fault.
+        """Build from nested settings. by_hand: the dotted paths that a person asked for, where what has no effect is
+        refused; elsewhere it is a MismatchWarning. None: whatever differs from its default. flags: those of them that
+        errors are to name as flags. Raises: ValueError, one sentence a fault.
         """
         try:
             config = cls.model_validate(data, context={"by_hand": by_hand, "typed": flags})
@@ -86,10 +83,8 @@ class MismatchConfig(Settings):
         """This configuration with some settings changed, validated anew: `config.replace(tis={"upper_bound": 5.0})`.
 
         A dict changes the settings it names and leaves the others of its section; a section (`ImportanceSampling(…)`)
-        or a list takes the place of the old one. What is changed counts as given by hand, what was given by hand before
-        still does, and what a preset or another system's settings brought does not.
-        Raises: ValueError naming the setting, the value and what to do, also where a setting given by hand would have
-        no effect. Warns (MismatchWarning): as building the configuration does.
+        or a list takes the place of the old one. What is changed counts as given by hand.
+        Raises and warns as building the configuration does.
         """
         base = self.model_dump(exclude_unset=True)
         for name, value in changes.items():
@@ -145,7 +140,7 @@ class MismatchConfig(Settings):
         return f"{tis.level} level, {tis.mode}, {bounds}{scope}"
 
     def _rejection(self) -> str:
-        parts = ["ratios outside the weights' bounds"] if self.weighted and self.tis.mode == "mask" else []
+        parts = ["ratios outside the weights' bounds"] * (self.weighted and self.tis.mode == "mask")
         for one in self.criteria:
             budget = f" (a budget: from the second step on the bound rises for {one.budget})" * bool(one.budget)
             parts.append(f"{one.name} in [{one.lower_bound or 0:g}, {one.upper_bound:g}]{budget}")
@@ -223,8 +218,7 @@ def preset(name: str, **overrides: Any) -> MismatchConfig:
 
     A threshold is a number (the upper bound; the lower one is its reciprocal) or verl's "lower_upper" string.
     With other settings: `preset("token_is").replace(metrics="full", tis={"batch_normalize": True})`.
-    Raises: ValueError naming an unknown preset or parameter and what there is, or an invalid value.
-    Warns (MismatchWarning): where one of the preset's settings has no effect or is outside its known range.
+    Raises: ValueError naming an unknown preset or parameter and what there is, or an invalid value. Warns: as building.
     """
     return MismatchConfig.build(find_preset(name).settings(**overrides))
 
@@ -233,14 +227,9 @@ def warn_of_another_algorithm(
     name: str, preset: MismatchConfig, config: MismatchConfig, typed: Collection[str] = ()
 ) -> None:
     """Warn (MismatchWarning) where a switch next to preset `name` makes it another algorithm. typed: given as flags."""
-    if config.algorithm == preset.algorithm:
-        return
-    flags = flag_names(Settings)
-    changed = [path for path in ("use_rollout_log_probs", "use_tis") if getattr(config, path) != getattr(preset, path)]
-    switches = " and ".join(flags[path] if path in typed else path for path in changed)
-    warnings.warn(
-        f"preset {name} is algorithm {preset.algorithm} ({ALGORITHM_NAMES[preset.algorithm]}), and {switches} makes it "
-        f"{config.algorithm} ({ALGORITHM_NAMES[config.algorithm]}): leave {switches} out to run the preset as it is.",
-        MismatchWarning,
-        stacklevel=4,
-    )
+    switches = ("use_rollout_log_probs", "use_tis")
+    if changed := [f"<{path}>" for path in switches if getattr(config, path) != getattr(preset, path)]:
+        was, now = (f"{one.algorithm} ({ALGORITHM_NAMES[one.algorithm]})" for one in (preset, config))
+        given = " and ".join(changed)
+        sentence = f"preset {name} is algorithm {was}, and {given} makes it {now}: leave {given} out to run the preset"
+        warnings.warn(spelled(f"{sentence} as it is.", typed), MismatchWarning, stacklevel=4)

@@ -1,8 +1,7 @@
 """Named starting points: the presets of the rollout-correction pages and of verl, under the names users know them by.
 
-Bounds of a preset are bounds on ρ = π_train / π_rollout itself, as everywhere here. verl's newer presets bound 1/ρ; by
-their own, nearly reciprocal defaults both accept the same ratios to one in 10^6.
-"""
+Their bounds are on ρ = π_train / π_rollout. verl's newer presets bound 1/ρ; by their own, nearly reciprocal defaults
+both accept the same ratios to one in 10^6."""
 
 from __future__ import annotations
 
@@ -47,13 +46,8 @@ class Preset:
         return self.names.split()[0]
 
     @property
-    def aliases(self) -> tuple[str, ...]:
-        """The others."""
-        return tuple(self.names.split()[1:])
-
-    @property
     def short(self) -> str:
-        """The first of its names without the prefix decoupled_, where it has one: what advice and predictions say."""
+        """The first of its names without decoupled_, where it has one: what advice and predictions say."""
         return next((name for name in self.names.split() if not name.startswith("decoupled_")), self.name)
 
     def settings(self, **overrides: Any) -> Nested:
@@ -94,10 +88,9 @@ def _bounds(given: Parameters, name: str) -> Nested:
     """Bounds that the parameters `name` and `name_lower` give; lower_bound is left out where neither has one."""
     lower, upper = bounds(given[name], name)
     apart = given.get(f"{name}_lower")
-    if apart is not None:
-        if lower is not None:
-            raise ValueError(f"{name} {given[name]!r} has a lower bound already: leave {name}_lower {apart!r} out.")
-        lower = number(apart, f"{name}_lower")
+    if None not in (apart, lower):
+        raise ValueError(f"{name} {given[name]!r} has a lower bound already: leave {name}_lower {apart!r} out.")
+    lower = lower if apart is None else number(apart, f"{name}_lower")
     return {"upper_bound": upper} | ({} if lower is None else {"lower_bound": lower})
 
 
@@ -115,6 +108,10 @@ def _ratio(aggregate: str, given: Parameters) -> Nested:
 def _criteria(*specs: str) -> Callable[[Parameters], Nested]:
     """Criteria as `--rs-criterion` takes them, with the names of parameters in braces."""
     return lambda given: {"rs": {"criteria": tuple(spec.format_map(given) for spec in specs)}}
+
+
+def _veto(given: Parameters) -> Nested:
+    return {"rs": {"veto_threshold": given["veto_threshold"]}}
 
 
 def _opsm(given: Parameters) -> Nested:
@@ -137,11 +134,6 @@ _UNWEIGHTED: Nested = {"tis": {"level": "none"}}
 _ORIGINAL: Nested = {"denominator": "original"}
 _EACH_RESPONSE: Nested = {"aggregation": "seq-mean-token-mean"}
 _AT_ONE = {"lower_bound": 0.0, "upper_bound": 1.0, "lower_bound_positive": 1.0, "upper_bound_positive": 1.0}
-
-
-def _veto(given: Parameters) -> Nested:
-    return {"rs": {"veto_threshold": given["veto_threshold"]}}
-
 
 _THRESHOLD: Parameters = {"threshold": 2.0}
 _TWO_BOUNDS: Parameters = {"threshold": 5.0, "threshold_lower": 0.5}

@@ -6,13 +6,11 @@ import math
 import re
 from collections.abc import Collection
 
-import numpy as np
-
 from mismatch_plugin.config.fields import flag_names, value_and_default
 from mismatch_plugin.config.sections import EPS_CLIP
 from mismatch_plugin.config.settings import Settings
 from mismatch_plugin.config.units import PRODUCTS
-from mismatch_plugin.limits import GAMMA_POSITIVE, MIN_EFFECTIVE_SAMPLE_SIZE, MIN_MEAN_WEIGHT, SAFETY_BOUND, USUAL_KL
+from mismatch_plugin.limits import SAFETY_BOUND, USUAL_KL, VANISHING_LOG_WEIGHT
 
 
 def notes_on(config: Settings, by_hand: Collection[str] | None, typed: Collection[str] = ()) -> list[str]:
@@ -97,11 +95,8 @@ def contradictions(config: Settings) -> list[tuple[bool, str]]:
     smallest = math.exp(-SAFETY_BOUND)
     early = f"<rs.group> {rs.group} needs to know what is accepted before advantages are computed, and"
     grouped = rs.group != "keep"
-    gamma_needs = {
-        "<use_rollout_log_probs>": config.use_rollout_log_probs,
-        "<tis.level> sequence": tis.level == "sequence",
-    }
-    gamma_lacks = [name for name, there in gamma_needs.items() if not there]
+    gamma_lacks = ["<use_rollout_log_probs>"] * (not config.use_rollout_log_probs)
+    gamma_lacks += ["<tis.level> sequence"] * (tis.level != "sequence")
     # fmt: off
     return [
         (tis.upper_bound < smallest,
@@ -188,8 +183,8 @@ def outside_known_range(config: Settings) -> list[tuple[bool, str]]:
 
 
 def bound_warnings(config: Settings, response_length: object = None) -> list[str]:
-    """Sentences on bounds of weights that do harm: an upper one that is none, or hides a smaller step, and, where the
-    tokens of a response are known, one that cannot hold the product over them (a turn counts as a response).
+    """Sentences on weights that do harm: an upper bound that is none, or hides a smaller step, and products of ratios
+    of which a typical one, e^(−KL · tokens), vanishes (a turn counts as a response).
 
     response_length: a host's value; what is no number, such as a reference to another key, is not known."""
     tis = config.tis
@@ -197,41 +192,10 @@ def bound_warnings(config: Settings, response_length: object = None) -> list[str
         return []
     fault = tis.upper_bound_fault
     notes = [f"--tis-upper-bound {tis.upper_bound:g}: {fault}. 2 is usual."] if fault else []
-    if tis.unit.multiplies and isinstance(response_length, int) and response_length > 0:
-        mean, ess = truncated_product(config, response_length)
-        if mean < MIN_MEAN_WEIGHT or ess < MIN_EFFECTIVE_SAMPLE_SIZE:
-            bound = f"{tis.upper_bound:g}" + (f"^(n^{tis.bound_growth:g})" if tis.bound_growth else "")
-            bound = "of mode gamma" if tis.mode == "gamma" else f"bounded by {bound}"
-            notes.append(
-                f"--tis-level {tis.level} over {response_length} tokens: at KL {USUAL_KL:g} weights {bound} "
-                f"have mean {mean:.2g}, ESS {ess:.1%}. Choose token level."
-            )
+    lowers = tis.unit.multiplies and tis.mode != "clip"  # clip: no weight is below lo
+    if lowers and isinstance(response_length, int) and -response_length * USUAL_KL < VANISHING_LOG_WEIGHT:
+        notes.append(
+            f"--tis-level {tis.level} over {response_length} tokens: at KL {USUAL_KL:g} a typical product of ratios is "
+            f"{math.exp(-response_length * USUAL_KL):.2g}, so that little of the gradient is left. Choose token level."
+        )
     return notes
-
-
-def truncated_product(config: Settings, length: int, kl: float = USUAL_KL) -> tuple[float, float]:
-    """(mean, effective sample size (E w)² / E w²) of the weights where ρ is a product over `length` tokens.
-
-    The log ρ of n independent tokens is Normal(−s, 2s) with s = n · kl, so that E ρ = 1: both moments are sums over a
-    grid of it. Prefix level: means over n = 1 … length. Mode gamma: for A ≥ 0.
-    """
-    tis = config.tis
-    n_L = np.arange(1, length + 1, 1 + length // 256) if tis.unit.needs_second_reduction else np.array([length])
-    s_L1 = np.minimum(n_L * kl, 300.0)[:, None]  # e^600 is finite, and by then no weight is left
-    z_G = np.linspace(-30.0, 30.0, 6001)
-    density_G = np.exp(-0.5 * z_G**2) / np.exp(-0.5 * z_G**2).sum()
-    log_ratio_LG = -s_L1 + np.sqrt(2.0 * s_L1) * z_G
-    if tis.mode == "gamma":
-        power, decay = GAMMA_POSITIVE
-        log_weight_LG = decay + power * log_ratio_LG - decay * np.exp(np.minimum(log_ratio_LG, SAFETY_BOUND))
-    else:
-        growth_L1 = n_L[:, None].astype(float) ** tis.bound_growth
-        lower = math.log(tis.lower) if tis.lower and tis.mode != "truncate" else -math.inf
-        low_L1 = np.maximum(lower * growth_L1, -SAFETY_BOUND)
-        high_L1 = np.minimum(math.log(tis.upper) * growth_L1, SAFETY_BOUND)
-        log_weight_LG = np.clip(log_ratio_LG, low_L1 if tis.mode == "clip" else -math.inf, high_L1)
-        if tis.mode == "mask":
-            inside_LG = (low_L1 <= log_ratio_LG) & (log_ratio_LG <= high_L1)
-            log_weight_LG = np.where(inside_LG, log_weight_LG, -math.inf)
-    first, second = (float((np.exp(power * log_weight_LG) @ density_G).mean()) for power in (1, 2))
-    return first, first * first / second if second else 0.0

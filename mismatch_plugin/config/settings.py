@@ -1,7 +1,4 @@
-"""Every setting of the correction, with what follows from it.
-
-The argparse group (`flags.py`) and the table of docs/settings.md are generated from these fields.
-"""
+"""Every setting of the correction, with what follows from it; flags and docs/settings.md are generated from these."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ from mismatch_plugin.config.sections import EPS_CLIP, ImportanceSampling, Object
 from mismatch_plugin.config.units import Unit
 from mismatch_plugin.limits import SAFETY_BOUND
 
-InvalidPolicy = Literal["error", "neutral", "drop-token", "drop-sequence"]
 LogProbBackend = Literal["auto", "torch", "triton", "megatron", "transformer-engine"]
 VerifyWeights = Literal["error", "warn", "off"]
 
@@ -59,7 +55,7 @@ class Settings(Section):
         ge=1e-6,
         allow_inf_nan=False,
     )
-    rollout_log_prob_policy: InvalidPolicy = described(
+    rollout_log_prob_policy: Literal["error", "neutral", "drop-token", "drop-sequence"] = described(
         "error",
         "what an invalid log-prob (NaN, > 0, −inf or a floor, a 0.0 fill) does where it is used; where it is only "
         "measured it is left out of the metrics and counted",
@@ -222,29 +218,21 @@ class Settings(Section):
     @property
     def other_terms(self) -> list[str]:
         """The sources of gradient next to the policy term, by name."""
-        terms = {
-            "an entropy term": self.terms.entropy_coef,
-            "a KL term": self.terms.kl_coef,
-            "a penalty on the distance to the sampler": self.terms.rollout_kl_coef,
-        }
-        return [name for name, coefficient in terms.items() if coefficient]
+        names = ("an entropy term", "a KL term", "a penalty on the distance to the sampler")
+        coefficients = (self.terms.entropy_coef, self.terms.kl_coef, self.terms.rollout_kl_coef)
+        return [name for name, coefficient in zip(names, coefficients, strict=True) if coefficient]
 
     @property
     def uses_rollout_values(self) -> bool:
         """True where rollout log-probs enter the loss: as anchor (algorithm 1), in a weight, in what is rejected, or in
-        the penalty on the distance to the sampler.
-
-        Else they are only measured: an invalid one stops nothing, is left out of the metrics, and counted.
+        the penalty. Else they are only measured: an invalid one stops nothing, is left out of the metrics, and counted.
         """
         corrects = not self.dry_run and (self.weighted or self.rejects_by_log_probs)
         return self.algorithm == 1 or corrects or self.terms.rollout_kl_coef > 0
 
     @property
     def excludes_invalid(self) -> bool:
-        """True where invalid log-probs are left out of the metrics; else the policy says what becomes of them.
-
-        A dry run under neutral, drop-token or drop-sequence shows what that policy would do.
-        """
+        """True where invalid log-probs are left out of the metrics; else (also dry) the policy says what happens."""
         previews = self.rollout_log_prob_policy != "error" and (self.weighted or self.rejects_by_log_probs)
         return not self.uses_rollout_values and not previews
 

@@ -1,7 +1,5 @@
-"""A unit is the tokens that share one aggregated log-ratio: a cut of the responses, and what a part's values become.
-
-Weights and criteria have the same units. Settings spell them by the words of `UNITS`, and nothing else asks for a word.
-"""
+"""A unit is the tokens that share one aggregated log-ratio, of weights and criteria: a cut of the responses, and what a
+part's values become. Settings spell them by the words of `UNITS`, and nothing else asks for a word."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-MAX_SHOWN = 200
-"""Characters of a value in an error."""
+MAX_SHOWN = 200  # characters of a value in an error
 
 
 class MismatchWarning(UserWarning):
@@ -57,11 +56,7 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def number(value: Any, name: str = "the value") -> float:
-    """A number, or a string that spells one: YAML reads `1e-4` as a string.
-
-    Python would read "1_2" as 12, where verl means the bounds 1 and 2, so an underscore is refused.
-    Raises: ValueError naming `name` and the value.
-    """
+    """A number, or a string that spells one; not "1_2", 12 to Python, two bounds to verl. Raises ValueError."""
     plain = isinstance(value, (int, float)) and not isinstance(value, bool)
     if plain or (isinstance(value, str) and "_" not in value):
         try:
@@ -103,9 +98,8 @@ def unknown(kind: str, given: object, known: Iterable[str]) -> ValueError:
     """A one-sentence error for a name that does not exist: the close ones, or else all there are."""
     names = list(known)
     close = difflib.get_close_matches(str(given)[:MAX_SHOWN], names, n=3, cutoff=0.6)
-    fix = f"did you mean {' or '.join(close)}?" if close else f"there is {', '.join(names)}."
-    if not names:
-        fix = "leave it out, or check its spelling."
+    there = f"there is {', '.join(names)}." if names else "leave it out, or check its spelling."
+    fix = f"did you mean {' or '.join(close)}?" if close else there
     return ValueError(f"{kind} {short_repr(str(given))} is unknown: {fix}")
 
 

@@ -10,19 +10,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from mismatch_plugin.core import rejection
 from mismatch_plugin.core.correction_state import CorrectionState
 from mismatch_plugin.core.metrics.collect import collect_statistics, second_columns, token_columns
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.core.rejection import (
-    reject_sequences,
-    reject_tokens,
-    rejection_columns,
-    rejection_inputs,
-    sequence_maxima,
-    stale_tokens,
-)
-from mismatch_plugin.core.segments import Column, segment_sums, spread
+from mismatch_plugin.core.segments import Column, named_rows, segment_sums, spread
 from mismatch_plugin.core.validity import TRAIN_DEFECTS, Tokens, invalid_error, select_tokens, stopping_kinds
 
 if TYPE_CHECKING:
@@ -59,7 +52,6 @@ class SequenceGroups(Protocol):
 class Correction:
     """weights [T]: importance weights, 0 at padding and where mask mode rejects. keep [T]: 1 where a token stays in
     the loss, else 0. Both in the log-probs' dtype, without gradient; the loss is multiplied by `weights · keep`.
-
     tokens: the selected log-probs. tokens_N, kept_N [N]: response tokens of each whole sequence, and how many of them
     stay (float64). factor: the mean that batch normalisation divided by, None without it. sums_N: the reduced sums of
     every column that was summed over whole sequences, by name.
@@ -75,10 +67,9 @@ class Correction:
     sums_N: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        kept, tokens, total = int(self.kept_N.sum()), int(self.tokens_N.sum()), float(self.applied.sum())
-        return (
-            f"Correction({kept} of {tokens} tokens kept, mean weight {total / max(kept, 1):.4g}; [T] .weights, .keep)"
-        )
+        kept, tokens = int(self.kept_N.sum()), int(self.tokens_N.sum())
+        mean = float(self.applied.sum()) / max(kept, 1)
+        return f"Correction({kept} of {tokens} tokens kept, mean weight {mean:.4g}; [T] .weights, .keep)"
 
     @property
     def applied(self) -> Tensor:
@@ -146,18 +137,20 @@ def compute_correction(
             )
     excludes_invalid = config.metrics != "off" and packed.rollout_log_probs is not None and config.excludes_invalid
     tokens = select_tokens(train_T, packed.loss_mask, packed.rollout_log_probs, excludes_invalid)
-    judged = rejection_inputs(config, packed, tokens, current_T, thresholds)
-    stale_T = stale_tokens(config, packed)
+    judged = rejection.rejection_inputs(config, packed, tokens, current_T, thresholds)
+    stale_T = rejection.stale_tokens(config, packed)
     state = CorrectionState(config, packed, tokens, judged, train_T)
 
     # Decisions and weights that need one token only.
-    state.outside_T = reject_tokens(config, judged, stale_T)
+    state.outside_T = rejection.reject_tokens(config, judged, stale_T)
     if state.unit.per_token:
         state.weigh()
     masked_T, rejected_T = state.rejected_tokens()
 
     # One sum (and where asked one maximum) a sequence, over all of its tokens wherever they live.
-    columns = chain(token_columns(state, masked_T, rejected_T), rejection_columns(config, judged, state.measured))
+    columns = chain(
+        token_columns(state, masked_T, rejected_T), rejection.rejection_columns(config, judged, state.measured)
+    )
     if further is not None:
         columns = chain(columns, further(tokens))
     if excludes_invalid:
@@ -176,13 +169,13 @@ def compute_correction(
     else:
         state.read(names, partials if groups is None else groups.sum(partials))
         state.read_parts(names, None)
-    maxima_N = sequence_maxima(config, judged, packed.offsets)
+    maxima_N = rejection.sequence_maxima(config, judged, packed.offsets)
     if maxima_N and groups is not None:
         maxima = groups.max(torch.stack(list(maxima_N.values())))
         maxima_N = dict(zip(maxima_N, maxima.unbind(), strict=True))
 
     # Decisions and weights that need the whole unit or sequence.
-    state.outside_N, state.values_N = reject_sequences(config, judged, state.sums_N, state.means_N, maxima_N)
+    state.outside_N, state.values_N = rejection.reject_sequences(config, judged, state.sums_N, state.means_N, maxima_N)
     if not state.unit.per_token:
         state.weigh()
     if state.unit.needs_second_reduction:
@@ -233,7 +226,7 @@ def given_correction(
     columns = [Column("tokens", tokens.mask), *(further(tokens) if further is not None else ())]
     names, partials = segment_sums(columns, packed.offsets)
     sums = partials if groups is None else groups.sum(partials)
-    sums_N = dict(zip(names, sums.unbind(0), strict=True))
+    sums_N = named_rows(names, sums)
     weights = torch.where(packed.loss_mask, weights_T.to(tokens.mask.dtype), 0.0)
     nothing, counts_N = sums.new_zeros(0), sums_N["tokens"]
     statistics = Statistics(nothing, nothing, (), (), config)

@@ -11,10 +11,17 @@ from torch import Tensor
 
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import RejectionInputs
-from mismatch_plugin.core.segments import Column, bounded_exp, spread
-from mismatch_plugin.core.units import LARGEST, acting_bounds, unit_log_ratio, unit_tokens
+from mismatch_plugin.core.segments import Column, bounded_exp, named_rows, spread, verdict_columns
+from mismatch_plugin.core.units import (
+    LARGEST,
+    acting_bounds,
+    batch_factor,
+    bound_weight,
+    gamma_weight,
+    unit_log_ratio,
+    unit_tokens,
+)
 from mismatch_plugin.core.validity import Locator, Tokens, find_invalid
-from mismatch_plugin.core.weights import batch_factor, bound_weight, gamma_weight
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
@@ -29,7 +36,6 @@ def any_of(verdicts: Iterable[Tensor | None]) -> Tensor | None:
 class CorrectionState:
     """The intermediate results of one `correct` call, filled in as it proceeds. [T] local tokens, [N] whole sequences,
     [U] units of the level, which are tokens, sequences or, with `parts`, parts of sequences.
-
     judged: what criteria and veto judge. outside_T, outside_N: what a criterion rejects, by its name, and what
         `staleness`, `veto` and `invalid` do. outside_U: what `mode` (mask) does, in outside_T where units are tokens.
     weights_U: bounded, before batch normalisation; None without weights. factor: what that divides them by.
@@ -83,23 +89,20 @@ class CorrectionState:
             return
         if self.config.weighs_by_sign and self.judged.advantages is not None:
             yield Column("advantage", self.judged.advantages)
-        if rejected_T is not None:
-            yield Column("rejected", rejected_T)
-        if masked_T is not None and masked_T is not rejected_T:
-            yield Column("masked", masked_T)
+        yield from verdict_columns({"rejected": rejected_T, "masked": masked_T})
 
     def read(self, names: Sequence[str], partials_KN: Tensor) -> None:
         """Take reduced sums per sequence, and form the means over response tokens (0 where there is none)."""
-        sums_N = dict(zip(names, partials_KN.unbind(0), strict=True))
+        sums_N = named_rows(names, partials_KN)
         if not self.sums_N:
             self.tokens_N = sums_N["tokens"]
             self.divisor_N = self.tokens_N.clamp(min=1)
         self.sums_N |= sums_N
-        self.means_N |= dict(zip(names, (partials_KN / self.divisor_N).unbind(0), strict=True))
+        self.means_N |= named_rows(names, partials_KN / self.divisor_N)
 
     def read_parts(self, names: Sequence[str], partials_KC: Tensor | None) -> None:
         """Take the reduced sums of the parts."""
-        self.sums_U = self.sums_N if partials_KC is None else dict(zip(names, partials_KC.unbind(0), strict=True))
+        self.sums_U = self.sums_N if partials_KC is None else named_rows(names, partials_KC)
 
     @cached_property
     def log_ratio_U(self) -> Tensor:
@@ -182,8 +185,8 @@ class CorrectionState:
         """Rows whose sums batch normalisation divides: weights before it, and the units they are averaged over."""
         units = torch.ones_like(self.counts_U)
         if self.unit.one_ratio_per_token:
-            if "outside_mode" in self.means_N:
-                units = units - self.means_N["outside_mode"]
+            if "out_mode" in self.means_N:
+                units = units - self.means_N["out_mode"]
             return {"weight_unit": self.means_N["weight_unit"], "units": units}
         assert self.weights_U is not None  # asked for with weights only
         if "mode" in self.outside_U:

@@ -19,8 +19,7 @@ GROUP_METRICS = {
     "rollout_rs_group_dropped_fraction": "share of groups left without advantages: fewer accepted responses than "
     "`rs.min_group`, or than 2",
 }
-"""Name (under `rollout_corr/`) → meaning, of what `group_metrics` returns. Advantages are compared normalised, with and
-without the rejected responses."""
+"""Name (under `rollout_corr/`) → meaning. Advantages are compared normalised, with and without the rejected."""
 
 
 @torch.no_grad()
@@ -74,22 +73,16 @@ def group_metrics(
     min_accepted: int = 1,
 ) -> dict[str, float]:
     """What excluding the rejected changes: `GROUP_METRICS`, under `rollout_corr/`; 0 where there is nothing.
-
-    Arguments and errors: as `group_advantages`. Collectives: none. Host syncs: one.
-    """
+    Arguments and errors: as `group_advantages`. Collectives: none. Host syncs: one."""
     values, index, kept = _checked(rewards, group_ids, accepted)
     after = group_advantages(values, index, kept, min_accepted=min_accepted)
     changed = kept & ~torch.isclose(group_advantages(values, index), after, rtol=1e-6, atol=1e-6)
     members, counts = _sums(torch.ones_like(values), index), _sums(kept.double(), index)
     groups = (members > 0).sum()
-    sums = torch.stack(
-        [
-            (_sums(changed.double(), index) > 0).sum() / groups.clamp(min=1),
-            changed.sum() / kept.sum().clamp(min=1),
-            ((members > 0) & (counts < max(min_accepted, 2))).sum() / groups.clamp(min=1),
-        ]
-    )
-    return dict(zip((PREFIX + name for name in GROUP_METRICS), sums.tolist(), strict=True))
+    moved = (_sums(changed.double(), index) > 0).sum() / groups.clamp(min=1)
+    dropped = ((members > 0) & (counts < max(min_accepted, 2))).sum() / groups.clamp(min=1)
+    shares = torch.stack([moved, changed.sum() / kept.sum().clamp(min=1), dropped]).tolist()
+    return dict(zip((PREFIX + name for name in GROUP_METRICS), shares, strict=True))
 
 
 def _checked(rewards: Any, group_ids: Any, accepted: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,10 +101,7 @@ def _checked(rewards: Any, group_ids: Any, accepted: Any) -> tuple[Tensor, Tenso
             f"rewards[{place}] is {float(values[place])}: every response of a group needs a finite reward; give it "
             f"one, or leave the response out."
         )
-    if accepted is None:
-        kept = torch.ones_like(values, dtype=torch.bool)
-    else:
-        kept = torch.as_tensor(accepted, device=values.device) > 0
+    kept = torch.ones_like(values) > 0 if accepted is None else torch.as_tensor(accepted, device=values.device) > 0
     if not isinstance(group_ids, Tensor):
         numbers: dict[Hashable, int] = {}
         ids = [i.item() if isinstance(i, Tensor) else i for i in group_ids]  # tensors are equal to themselves alone

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Literal
 
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.validity import ROLLOUT_DEFECTS, TRAIN_DEFECTS
-from mismatch_plugin.limits import MIN_EFFECTIVE_SAMPLE_SIZE, MIN_MEAN_WEIGHT, UPPER_BOUNDS
+from mismatch_plugin.limits import MIN_EFFECTIVE_SAMPLE_SIZE, MIN_MEAN_WEIGHT, UPPER_BOUNDS, VANISHING_LOG_WEIGHT
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
-    from mismatch_plugin.config.units import Unit
 
 About = Literal["data", "correction", "fault"]
 
@@ -24,7 +23,6 @@ MAX_STD = 1.0
 MAX_KL = 0.1
 MAX_CHI2 = 1.0
 MIN_UNITS = 30  # ours: below this many sequences the moments of their products say nothing
-VANISHING_LOG_WEIGHT = -2.0  # ours: E[Σ l] below this is a typical product weight below e^−2 = 0.14
 MIN_ACCEPTED = 0.5  # ours: a filter that drops more than it keeps
 MAX_BYPASS_CLIPPED = 0.2  # ours: PPO's clip is active for a few percent of tokens where there is no mismatch
 MAX_CLIPPED = 0.3
@@ -39,8 +37,7 @@ MAX_NORMALIZED_WEIGHT = 10.0  # ours: after batch normalisation a weight above t
 class HealthWarning:
     """One finding: which metric, its value, what it means, what to do, and what it is about.
 
-    about: `data` = the mismatch itself, which no correction changes; `correction` = what is left after this one;
-    `fault` = numbers that cannot be trusted.
+    about: `data` = the mismatch itself; `correction` = what is left after it; `fault` = numbers not to be trusted.
     """
 
     metric: str
@@ -77,17 +74,11 @@ def _enough_units(metrics: Mapping[str, float], config: MismatchConfig) -> bool:
     return metrics.get("sequences", 0.0) >= MIN_UNITS
 
 
-def _weighted_by(judge: Callable[[Unit], bool]) -> _Judge:
-    return lambda metrics, config: config.weighted and judge(config.unit)
-
-
-def _weighted_in(measure: str) -> _Judge:
-    return _weighted_by(lambda unit: unit.measure == measure)
-
-
-def _mostly_kept(judge: _Judge) -> _Judge:
-    """Where most is rejected, that is what to change first."""
-    return lambda metrics, config: judge(metrics, config) and metrics.get("accepted_token_fraction", 1.0) > MIN_ACCEPTED
+def _mostly_kept_in(measure: str) -> _Judge:
+    """Weights of such units; but where most is rejected, that is what to change first."""
+    return lambda metrics, config: (
+        config.weighted and config.unit.measure == measure and metrics.get("accepted_token_fraction", 1) > MIN_ACCEPTED
+    )
 
 
 _SOURCES = "Check that both engines run the same weights, tokens, temperature and filters (mismatch-plugin inspect)"
@@ -138,18 +129,19 @@ RULES: tuple[Rule, ...] = (
              config.weighted and not config.tis.batch_normalize and not metrics.get("all_rejected")
          ), "weights not normalised, something kept"),
     Rule("rollout_is_weight_after_eff_sample_size", "correction", lambda v: v < MIN_EFFECTIVE_SAMPLE_SIZE, _ESS,
-         "few tokens carry the gradient", _SPREAD, _mostly_kept(_weighted_in("tokens")),
+         "few tokens carry the gradient", _SPREAD, _mostly_kept_in("tokens"),
          "weights at token and prefix level, most tokens kept"),
     Rule("rollout_is_weight_after_unit_eff_sample_size", "correction", lambda v: v < MIN_EFFECTIVE_SAMPLE_SIZE, _ESS,
-         "few turns (or other units) carry the gradient", _SPREAD, _mostly_kept(_weighted_in("units")),
+         "few turns (or other units) carry the gradient", _SPREAD, _mostly_kept_in("units"),
          "weights at turn level, most tokens kept"),
     Rule("rollout_is_weight_after_seq_eff_sample_size", "correction", lambda v: v < MIN_EFFECTIVE_SAMPLE_SIZE, _ESS,
-         "few sequences carry the gradient", _SPREAD, _mostly_kept(_weighted_in("sequences")),
+         "few sequences carry the gradient", _SPREAD, _mostly_kept_in("sequences"),
          "weights at sequence and geometric level, most tokens kept"),
     Rule("seq_log_ratio_mean", "correction", lambda v: v < VANISHING_LOG_WEIGHT, f"below {VANISHING_LOG_WEIGHT:g}",
          "the mean log-ratio times the length makes product weights vanish",
          "Long responses lose their gradient: use geometric or token level, or find the shift that all tokens share.",
-         _weighted_by(lambda unit: unit.multiplies and unit.cut == "sequence"), "weights at sequence and prefix level"),
+         lambda metrics, config: config.weighted and config.unit.multiplies and config.unit.cut == "sequence",
+         "weights at sequence and prefix level"),
     Rule("rollout_is_veto_fraction", "correction", lambda v: v > MAX_VETO_FRACTION, f"above {MAX_VETO_FRACTION:g}",
          "many sequences are vetoed",
          "Look at the log-probs of the vetoed tokens first (fills, filters, bf16); then lower the veto threshold."),
@@ -198,11 +190,8 @@ ALL_RULES = (*RULES, _UPPER, _INVALID, _INVALID_TRAIN)
 
 
 def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[HealthWarning]:
-    """Warnings for one step's metrics, empty where all is well. A metric that is not there is not judged.
-
-    Data first (how large the mismatch is), then the correction (what is left of it), then faults. Nothing is judged by
-    `rollout_is_std` and `rollout_is_eff_sample_size`, which the clamp to [1/hi, hi] keeps in their range.
-    """
+    """Warnings for one step's metrics, empty where all is well: data first (how large the mismatch is), then the
+    correction (what is left of it), then faults. A metric that is not there is not judged."""
     values = {name.removeprefix(PREFIX): value for name, value in metrics.items() if name.startswith(PREFIX)}
     if values.get("tokens") == 0:
         values = {"tokens": 0.0}  # figures of nothing say nothing
@@ -243,10 +232,10 @@ def check_gate(k3_kl: float, bar: float, step: int | None = None) -> None:
     """Raise GateError unless k3_kl ≤ bar; NaN fails. Both in nats per token; step: its number where it is known."""
     if k3_kl <= bar:
         return
-    where = "" if step is None else f"step {step}: "
-    what = f"k3_kl {k3_kl:.3g} nats per token is above the bar of --mismatch-gate-kl, {bar:g}"
+    where, gate = "" if step is None else f"step {step}: ", f"the bar of --mismatch-gate-kl, {bar:g}"
+    what = f"k3_kl {k3_kl:.3g} nats per token is above {gate}"
     if k3_kl != k3_kl:
-        what = f"k3_kl cannot be compared with the bar of --mismatch-gate-kl, {bar:g}: no token has valid log-probs"
+        what = f"k3_kl cannot be compared with {gate}: no token has valid log-probs"
     raise GateError(
         f"{where}{what}. Find the cause with mismatch-plugin inspect on a dump of this step, and on the "
         f"run's metrics; dense engines of one precision are below {DEFAULT_GATE_KL:g} (fp8, int4 and MoE "

@@ -40,7 +40,6 @@ class Term(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class TokenLoss:
     """The corrected loss of every token: [T] each, 0 where nothing trains.
-
     policy: w · keep · objective, with gradient. log_probs: log π_θ, with gradient. advantages: detached.
     selected: bool, the tokens that enter: `loss_mask`, less those whose π_train is invalid. Under the policy `error`
         these stay, so that the loss shows them even before the step's error is raised.
@@ -57,7 +56,7 @@ class TokenLoss:
     config: MismatchConfig = field(repr=False)
 
     def kl(self) -> Tensor | None:
-        """Estimator `terms.kl_type` of KL(π_θ ‖ π_ref), with gradient, not weighted; None without ref_log_probs."""
+        """`terms.kl_type` of KL(π_θ ‖ π_ref), with gradient, not weighted; None without ref_log_probs."""
         if self.packed.ref_log_probs is None:
             return None
         reference = torch.where(self.selected, self.packed.ref_log_probs.detach(), 0.0)
@@ -74,8 +73,8 @@ class TokenLoss:
         return kl_from_rollout(self.log_probs, sampler, terms.rollout_kl_type)
 
     def terms(self) -> Iterator[Term]:
-        """Entropy bonus, KL penalties to the reference and to the sampler, where there is what they need; one at a
-        time, so that few live at once. Rejection scales the last alone, importance weights the one before, if asked."""
+        """Entropy bonus, KL penalties to the reference (weighted if asked) and to the sampler (accepted tokens alone if
+        asked), where there is what they need; one at a time, so that few live at once."""
         terms = self.config.terms
         if self.packed.entropy is not None:
             entropy = torch.where(self.selected, self.packed.entropy, 0.0)
@@ -98,10 +97,7 @@ class TokenLoss:
         return total
 
     def clip_columns(self) -> Iterator[tuple[str, Tensor]]:
-        """Tokens where the clip is active, by side; cut by the dual clip; −log r within ±20. No gradient.
-
-        Nothing where the objective has no ratio.
-        """
+        """Tokens where the clip is active, by side; cut by the dual clip; −log r within ±20. None without ratio."""
         if self.log_r is None:
             return
         bounded = self.log_r.detach().clamp(-SAFETY_BOUND, SAFETY_BOUND)
@@ -186,14 +182,10 @@ def validate_batch(packed: PackedSequences, config: MismatchConfig) -> None:
     """Raise where the batch lacks what the loss needs."""
     validate_config_type(config)
     if not isinstance(packed, PackedSequences):
-        raise TypeError(
-            f"packed is a {type(packed).__name__}: policy_loss takes log_probs, then the PackedSequences, then the "
-            f"configuration."
-        )
+        given = type(packed).__name__
+        raise TypeError(f"packed is a {given}: policy_loss takes log_probs, then the PackedSequences, then the config.")
     if packed.advantages is None:
-        raise ValueError(
-            "advantages is missing: policy_loss needs one advantage a token (or a sequence, in from_lists)."
-        )
+        raise ValueError("advantages is missing: policy_loss needs one a token (or a sequence, in from_lists).")
     if config.terms.entropy_coef and packed.entropy is None:
         raise ValueError("entropy is missing: terms.entropy_coef needs the policy's entropy at each token.")
     if config.terms.kl_coef and packed.ref_log_probs is None:
@@ -203,7 +195,6 @@ def validate_batch(packed: PackedSequences, config: MismatchConfig) -> None:
 @dataclass(frozen=True, eq=False)
 class PolicyLoss:
     """Sums over the local tokens, to be divided by their denominators summed over the whole step.
-
     loss_sum: policy term, 0-d, with gradient. denominator: 0-d int64, tokens or sequences it is divided by (accepted
     ones, or all for `original`). terms: entropy, kl, rollout_kl, coefficient included, 0-d, with gradient.
     terms_denominator: 0-d int64, always the original tokens or sequences, so that rejection does not scale them.
@@ -226,9 +217,8 @@ class PolicyLoss:
 
     @property
     def loss(self) -> Tensor:
-        """The whole loss where this batch is the whole step: loss_sum / denominator + Σ terms / terms_denominator.
-
-        Of several micro-batches or ranks `step_loss` makes the step's."""
+        """The whole loss where this batch is the whole step (of several `step_loss` makes it): loss_sum / denominator
+        + Σ terms / terms_denominator."""
         loss = self.loss_sum / self.denominator.clamp(min=1)
         for term in self.terms.values():
             loss = loss + term / self.terms_denominator.clamp(min=1)
@@ -244,9 +234,7 @@ class PolicyLoss:
     def undivided(self) -> Tensor:
         """Σ over this batch before any division, 0-d, with gradient: for gradient accumulation, where `backward` runs
         once a micro-batch and `step_loss(results).scale_gradients(…)` divides at the step's end.
-
-        Raises ValueError where terms are divided by something else than the policy term, so that no scale fits both.
-        """
+        Raises ValueError where terms are divided by something else than the policy term."""
         config = self.statistics.config
         if config.other_terms and (config.normalizes_step or config.changes_denominator):
             divided = "batch normalisation" if config.normalizes_step else "rejection (denominator accepted)"
@@ -273,8 +261,7 @@ def policy_loss(
     seq-mean-token-sum: mean over sequences of Σ_t (divided by length_norm if set)
     Micro-batches and ranks of one optimizer step: `step_loss`, which also brings the step's mean weight.
     Warns (UserWarning) where algorithms 0 and 2 have no old_log_probs: then nothing clips. Raises also ValueError for
-    `rs.group` without packed.rewards, from which `group_advantages` forms the advantages that it acts on.
-    All else as `token_loss`. Writes nothing: `report_dir` is for the hooks; a loop of its own calls
+    `rs.group` without packed.rewards. All else as `token_loss`. Writes nothing: a loop of its own calls
     `report.log.write_step`.
     """
     token = token_loss(log_probs, packed, config, groups, batch_factor, thresholds=thresholds)
@@ -326,10 +313,7 @@ _TERM = " term"
 
 
 def _loss_columns(token: TokenLoss) -> Iterator[tuple[str, Tensor]]:
-    """(name, [T]) columns whose sums are the loss, its terms, what it is divided by, and what the metrics report.
-
-    One at a time, so that few live at once.
-    """
+    """(name, [T]) columns, one at a time: their sums are the loss, its terms, its divisors, and what metrics report."""
     config, measured = token.config, token.config.metrics != "off"
     share_T = _share_of_unit(token, config.denominator == "original")
     yield "pg_loss", token.policy if share_T is None else token.policy * share_T

@@ -138,8 +138,8 @@ class SAPO(PPO):
 
     def clipped(self, r: Tensor, advantages: Tensor, clip: PPOClip) -> Iterator[tuple[str, Tensor]]:
         """The gate clips nothing: 0 on either side."""
-        yield "clip_high", torch.zeros_like(r, dtype=torch.bool)
-        yield "clip_low", torch.zeros_like(r, dtype=torch.bool)
+        nothing = torch.zeros_like(r, dtype=torch.bool)
+        yield from (("clip_high", nothing), ("clip_low", nothing))
 
 
 class GMPO(PPO):

@@ -18,8 +18,8 @@ from torch.nn.functional import binary_cross_entropy
 
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.segments import Column, histogram, segment_max
+from mismatch_plugin.core.units import outside_bounds
 from mismatch_plugin.core.validity import Tokens, select_again
-from mismatch_plugin.core.weights import outside_bounds
 from mismatch_plugin.limits import SAFETY_BOUND
 
 if TYPE_CHECKING:
@@ -79,7 +79,6 @@ moves π further from π_rollout: up where A > 0 and l > 0, down where A ≤ 0 a
 @dataclass(frozen=True, eq=False)
 class RejectionInputs:
     """What criteria and the veto judge. [T] without gradient.
-
     tokens: the log-probs of their policy. advantages: 0 at padding; None where nothing reads them.
     separate_policy: theirs is π_θ while weights and metrics are those of π_old, so no sum can be shared.
     thresholds: criterion → the upper bound that its budget gives (`Statistics.thresholds`), 0-d.
@@ -125,10 +124,8 @@ def rejection_inputs(
     current_T: Tensor | None,
     thresholds: Mapping[str, Tensor] | None = None,
 ) -> RejectionInputs:
-    """What this batch's criteria judge. current_T: [T] log π_θ, read where `config.rejects_on_current_policy`.
-
-    Where π_θ or a selected value is invalid l is 0, as everywhere. Raises ValueError where π_θ is missing.
-    """
+    """What this batch's criteria judge. current_T: [T] log π_θ, read where `config.rejects_on_current_policy`; l is 0
+    where it is invalid. Raises ValueError where it is missing."""
     advantages = None
     if config.advantage_readers:
         assert packed.advantages is not None  # validate_fields
@@ -144,10 +141,8 @@ def rejection_inputs(
 
 
 def stale_tokens(config: MismatchConfig, packed: PackedSequences) -> Tensor | None:
-    """[T] bool: sampled more than `rs.max_staleness` weight versions before `trainer_version`; None without that limit.
-
-    Padding may be anything. Tokens of a version after the trainer's are not stale. Host syncs: none.
-    """
+    """[T] bool: sampled more than `rs.max_staleness` weight versions before `trainer_version` (padding: anything); None
+    without that limit. Host syncs: none."""
     if config.rs.max_staleness is None:
         return None
     assert packed.weight_versions is not None and packed.trainer_version is not None  # validate_fields
@@ -163,11 +158,8 @@ def reject_tokens(config: MismatchConfig, judged: RejectionInputs, stale_T: Tens
 
 
 def rejection_columns(config: MismatchConfig, judged: RejectionInputs, has_k3: bool) -> Iterator[Column]:
-    """What is summed per sequence for the sequence criteria, the veto and dropped sequences.
-
-    Sums of π_train's l, for ratio and k1, are there already, and with `has_k3` (the metrics need it) those of its k3.
-    All are 0 at padding, as every statistic is.
-    """
+    """What is summed per sequence for the sequence criteria, the veto and dropped sequences, 0 at padding. Sums of
+    π_train's l are there already, and with `has_k3` (the metrics need it) those of its k3."""
     tokens = judged.tokens
     there = {"log_ratio", "k3"} if has_k3 else {"log_ratio"}
     of_sequences = [criterion for criterion in config.criteria if not criterion.unit.per_token]
@@ -204,7 +196,6 @@ def reject_sequences(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """For each sequence criterion, by name, and for `veto` and `invalid`: [N] bool, True where it rejects; and what
     each criterion compared, [N].
-
     sums_N, means_N: Σ m x and Σ m x / Σ m of each column (`RejectionInputs.column`); maxima_N by criterion name.
     What a sequence without response tokens gets is arbitrary: it counts nowhere.
     """

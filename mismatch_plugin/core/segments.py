@@ -2,14 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from mismatch_plugin.core.host import SequenceSums, on_host
 from mismatch_plugin.limits import SAFETY_BOUND
+
+HOST_WAYS = True
+"""Faster ways on the CPU, where a look at a value costs no sync: the same bit for bit, sums up to float64's last digit.
+False sends CPU tensors the way of a device's, for tests that compare the two."""
+
+
+def on_host(values: Tensor) -> bool:
+    """Whether these ways may be taken: a CPU tensor, and nothing that counts, records or compiles the operations."""
+    transformed = torch._C._are_functorch_transforms_active()  # torch.func
+    watched = is_in_torch_dispatch_mode() or torch.compiler.is_compiling() or transformed
+    return HOST_WAYS and values.device.type == "cpu" and not watched and type(values) in (Tensor, torch.nn.Parameter)
+
+
+class SequenceSums:
+    """Σ over each sequence of [T] columns, in float64: `segment_reduce` there is four times slower."""
+
+    def __init__(self, offsets: Tensor) -> None:
+        begins, ends = offsets[:-1].numpy(), offsets[1:].numpy()
+        self.count, self.filled = len(begins), np.flatnonzero(ends > begins)  # reduceat takes no empty ones
+        self.begins, self.wide = begins[self.filled], np.empty(offsets[-1])
+
+    def add(self, values_T: Tensor, squares: bool) -> list[Tensor]:
+        """[N] Σ, and [N] Σ of the squares where asked."""
+        values = values_T.float() if values_T.dtype == torch.bfloat16 else values_T
+        wide = self.wide
+        np.copyto(wide, values.detach().numpy())
+        sums = np.zeros((1 + squares, self.count))
+        if len(self.filled):
+            sums[0, self.filled] = np.add.reduceat(wide, self.begins)
+            if squares:
+                sums[1, self.filled] = np.add.reduceat(np.square(wide, out=wide), self.begins)
+        return list(torch.from_numpy(sums))
 
 
 class Column(NamedTuple):
@@ -18,6 +51,19 @@ class Column(NamedTuple):
     name: str
     values_T: Tensor
     squares: str | None = None
+
+
+def verdict_columns(verdicts: Mapping[str, Tensor | None]) -> Iterator[Column]:
+    """Those that exist; a tensor with several names is one column, and its name is all of them (`named_rows`)."""
+    there = {name: verdict for name, verdict in verdicts.items() if verdict is not None}
+    for verdict in {id(verdict): verdict for verdict in there.values()}.values():
+        yield Column(" ".join(name for name, other in there.items() if other is verdict), verdict)
+
+
+def named_rows(names: Sequence[str], values_KN: Tensor) -> dict[str, Tensor]:
+    """Name → [N], each name of a column with several."""
+    rows = zip(names, values_KN.unbind(0), strict=True)
+    return {name: row for together, row in rows for name in together.split()}
 
 
 _TOGETHER = 2**18
@@ -34,19 +80,15 @@ def histogram(values: Tensor, bins: int, low: float, high: float) -> Tensor:
 
 
 def segment_sum(values_T: Tensor, offsets: Tensor) -> Tensor:
-    """Σ over each sequence: [T] → [N]. Two kernels, deterministic; an empty sequence gives 0.
-
-    In float64 (a float32 sum over a long response loses three digits); bool is counted in float32, exact to 16 million.
-    """
+    """Σ over each sequence: [T] → [N]. Two kernels, deterministic; an empty sequence gives 0. In float64 (float32 would
+    lose three digits over a long response); bool is counted in float32, exact to 16 million."""
     wide = values_T.float() if values_T.dtype == torch.bool else values_T.double()
     return torch.segment_reduce(wide, "sum", offsets=offsets, unsafe=True)
 
 
 def segment_sums(columns: Iterable[Column], offsets: Tensor) -> tuple[list[str], Tensor]:
-    """Names and sums of every column: [K, N] float64, as `segment_sum`, by one reduction for all that fit _TOGETHER.
-
-    Each column's sum and that of its squares, in the order of the columns: the same on ranks with other tokens.
-    """
+    """Names and sums of every column and of its squares, in their order (the same on ranks with other tokens): [K, N]
+    float64, as `segment_sum`, by one reduction for all that fit _TOGETHER."""
     names: list[str] = []
     sums: dict[str, Tensor] = {}
     waiting: list[Column] = []

@@ -6,14 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mismatch_plugin.core.host import on_host
-from mismatch_plugin.core.segments import histogram
+from mismatch_plugin.core.segments import histogram, on_host
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
@@ -72,19 +70,13 @@ Locator = Callable[[], tuple[tuple[InvalidLogProb, ...], dict[str, int]]]
 
 
 def stopping_kinds(config: MismatchConfig) -> tuple[str, ...]:
-    """The kinds of defect that raise under the policy `error`: those of log-probs that enter the loss.
-
-    A training log-prob always does. A rollout log-prob does as an anchor, in a weight or where something is judged by
-    it; where it is only measured it is left out of the metrics and counted.
-    """
+    """The kinds of defect that raise under the policy `error`: those of log-probs that enter the loss, which a training
+    log-prob always does (`config.uses_rollout_values`)."""
     return DEFECTS if config.uses_rollout_values else TRAIN_DEFECTS
 
 
 def classify(train_T: Tensor, rollout_T: Tensor, padding_T: Tensor) -> Tensor:
-    """Code of each token, an index into `KINDS`.
-
-    train_T, rollout_T: [T] float. padding_T: [T] bool. Returns [T] int8. Host syncs: none.
-    """
+    """Code of each token, an index into `KINDS`: [T] float, float, bool → [T] int8. Host syncs: none."""
     # 0 floor (NaN lands there too, for the moment), 1 sound, 2 positive.
     code = (rollout_T > FLOOR).view(torch.int8).add_(rollout_T > POSITIVE_TOLERANCE)
     code.masked_fill_((rollout_T == 0.0).logical_and_(train_T < -ZERO_FILL_GAP), ZERO_FILL)
@@ -118,20 +110,6 @@ def count_kinds(code_T: Tensor) -> Tensor:
     return histogram(code_T.float(), len(KINDS), -0.5, len(KINDS) - 0.5)
 
 
-def bucket(values: Tensor, edges: tuple[float, ...]) -> Tensor:
-    """Index of each value's bucket, int32: how many edges are ≤ the value. No NaN.
-
-    One kernel.
-    """
-    return torch.bucketize(values, _constants(edges, values.dtype, values.device), right=True, out_int32=True)
-
-
-# Made once: copying them to the device in the hook would be a host sync.
-@lru_cache
-def _constants(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=device)
-
-
 def find_invalid(
     train_T: Tensor,
     rollout_T: Tensor,
@@ -140,10 +118,8 @@ def find_invalid(
     labels: Sequence[object],
     positions_T: Tensor | None = None,
 ) -> tuple[tuple[InvalidLogProb, ...], dict[str, int]]:
-    """(the first `NAMED` defects of each kind in order of place, {kind: how many there are} of the kinds found).
-
-    It syncs: for data preparation on the CPU, or once a defect was counted.
-    """
+    """(the first `NAMED` defects of each kind in order of place, {kind: how many there are}). It syncs: for data
+    preparation on the CPU, or once a defect was counted."""
     if on_host(train_T):
         mask = loss_mask_T.to(rollout_T.dtype)
         train, rollout = train_T * mask, rollout_T * mask
@@ -168,19 +144,15 @@ def find_invalid(
 
 
 def invalid_error(found: Sequence[InvalidLogProb], total: int | None = None, summary: str = "") -> InvalidLogProbError:
-    """The error for the first few of the defects found (or a summary of them), with what to do about them.
-
-    total: how many there are, where `found` are only the first ones.
-    """
+    """The error for the first few of the defects found (or a summary of them), with what to do about them. total: how
+    many there are, where `found` are only the first ones."""
     shown = summary or "; ".join(str(item) for item in found[:_SHOWN])
     rest = (len(found) if total is None else total) - len(found[:_SHOWN])
     more = f"; and {rest} more" if rest > 0 and not summary else ""
-    of_training = {item.kind in TRAIN_DEFECTS for item in found} or {True, False}
-    checks = []
-    if False in of_training:
-        checks.append("that the rollout engine returns a log-prob for every sampled token")
-    if True in of_training:
-        checks.append("that the training side's log-probs are finite and not above 0 (a flipped sign?)")
+    of_training = {item.kind in TRAIN_DEFECTS for item in found} or {False, True}
+    of_rollout = "that the rollout engine returns a log-prob for every sampled token"
+    of_trainer = "that the training side's log-probs are finite and not above 0 (a flipped sign?)"
+    checks = [check for side, check in ((False, of_rollout), (True, of_trainer)) if side in of_training]
     error = InvalidLogProbError(
         f"{shown}{more}. Check {' and '.join(checks)}, or choose --rollout-log-prob-policy neutral, drop-token or "
         f"drop-sequence."
@@ -192,7 +164,6 @@ def invalid_error(found: Sequence[InvalidLogProb], total: int | None = None, sum
 @dataclass(frozen=True, eq=False)
 class Tokens:
     """Per-token log-probs, [T], selected so that nothing under the mask can leak.
-
     mask: `loss_mask` as a number; where invalid log-probs are left out, without these. padding: its complement, bool.
     train: log π_train, 0 at padding and where it is invalid. rollout: log π_rollout, equal to train at padding and
     where either value is invalid. log_ratio: train − rollout, so exactly 0 there. code: what each token is
@@ -229,11 +200,8 @@ def select_again(tokens: Tokens, current_T: Tensor) -> Tokens:
 
 
 def select_tokens(train_T: Tensor, loss_mask: Tensor, rollout: Tensor | None, excludes_invalid: bool = False) -> Tokens:
-    """Select the training tokens' log-probs before any arithmetic.
-
-    All [T]; rollout None: none were given. excludes_invalid: tokens with an invalid log-prob are treated as padding.
-    Host syncs: none. Gradient: none (call it without one).
-    """
+    """Select the training tokens' log-probs before any arithmetic. All [T]; rollout None: none were given.
+    excludes_invalid: an invalid log-prob is treated as padding. Host syncs: none. Gradient: none (call it without)."""
     dtype = train_T.dtype if rollout is None else torch.promote_types(train_T.dtype, rollout.dtype)
     padding = loss_mask.logical_not()
     if rollout is None:

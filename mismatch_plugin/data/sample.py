@@ -28,7 +28,7 @@ FinishReason = Literal["stop", "length", "abort"]
 LogProbsOf = Literal["raw", "tempered", "filtered"]
 """What `rollout_log_probs` are of: the logits as they are, after temperature and penalties (SGLang), or after filters
 too, renormalised (vLLM's processed log-probs)."""
-Side = Literal["rollout", "training"]
+LogProbSide = Literal["rollout", "training"]
 
 _LISTED = PlainSerializer(arrays.listed)
 Ids = Annotated[arrays.Ids, PlainValidator(arrays.as_ids), _LISTED]
@@ -209,7 +209,7 @@ class Sample(BaseModel):
             return self.loss_mask
         return self.loss_mask & self.trained_mask
 
-    def values(self, side: Side) -> arrays.Floats:
+    def values(self, side: LogProbSide) -> arrays.Floats:
         """The log-probs of one side."""
         return self.rollout_log_probs if side == "rollout" else self.train_log_probs
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mismatch_plugin.data.arrays import Bools, Floats, Ints
-from mismatch_plugin.data.sample import Sample
-from mismatch_plugin.diagnose.result import FaultName, Finding, Item, LogProbSide, Side, place_of
+from mismatch_plugin.data.sample import LogProbSide, Sample
+from mismatch_plugin.diagnose.result import FaultName, Finding, Item, Side, place_of
 from mismatch_plugin.diagnose.scorers import Checkpoint
 
 DEFAULT_MAX_STALENESS = 1

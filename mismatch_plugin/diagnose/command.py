@@ -22,7 +22,7 @@ _OF_BOTH = {"path", "config", "preset", "flags", "gate", "gate_kl", "out", "no_r
 
 
 class Precision(str, Enum):
-    """As normal.Format has them."""
+    """Of an engine or a trainer."""
 
     fp32, fp16, bf16, fp8, fp4, int8, int4 = "fp32", "fp16", "bf16", "fp8", "fp4", "int8", "int4"
 

@@ -16,13 +16,14 @@ from mismatch_plugin.diagnose.batch import DEFAULT_MAX_STALENESS, Batch, make_ba
 from mismatch_plugin.diagnose.detectors.checkpoints import compare_servers, workers_of
 from mismatch_plugin.diagnose.detectors.run import FAULTS, check_batch
 from mismatch_plugin.diagnose.detectors.served import note
+from mismatch_plugin.diagnose.detectors.size import mismatch
 from mismatch_plugin.diagnose.flags import config_of, trainer_of
 from mismatch_plugin.diagnose.measure import OF_PREDICTIONS, figures_of, groups_of, measure, packed_of, subset
 from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS, SMALL_K3, UNEXPLAINED, Hints, normality
 from mismatch_plugin.diagnose.normal import gate as judge_gate
 from mismatch_plugin.diagnose.predict import Predictor, bounds_for, histogram, lacking
 from mismatch_plugin.diagnose.recommend import recommend
-from mismatch_plugin.diagnose.result import VERDICTS, CheckResult, Diagnosis, Finding, Verdict
+from mismatch_plugin.diagnose.result import VERDICTS, Diagnosis, Finding, Mismatch, Verdict
 from mismatch_plugin.diagnose.scorers import Checkpoint, from_checkpoint, from_server, with_reference
 from mismatch_plugin.files import encodable
 from mismatch_plugin.report.table import figure
@@ -132,33 +133,34 @@ def diagnose_files(
         gate, gate_kl, own = True, own.gate_kl if gate_kl is None else gate_kl, own.replace(gate_kl=None)
     if {hints.engine, hints.trainer} & {"fp8", "fp4", "int8", "int4"}:
         batch = replace(batch, known_quantised=True)
-    check = check_batch(batch, accept=accept, found=seen)
-    level, stale = check.mismatch, _stale(batch)
+    findings, undecided, undone = check_batch(batch, accept=accept, found=seen)
+    level, stale = mismatch(batch), _stale(batch)
+    left = level if undone is batch else mismatch(undone)
     # Where verl bypasses the old log-probs it copies the rollout's.
     own_sides = training is None and checkpoint is None and not urls and batch.has_training
     copied = format == "verl" and own_sides and level is not None and level.abs_max == 0.0
     given = [str(path), *([str(training)] if training else []), *(f"--url={url}" for url in urls)]
     command = encodable(shlex.join(["mismatch-plugin", "inspect", *given]))
     answer = None if level is None or copied else normality(level, replace(hints, stale=stale))
-    if any(item.counts for item in check.findings):
+    if any(item.counts for item in findings):
         verdict: Verdict = "fault"
-    elif answer is None or check.compared < ENOUGH_TOKENS:
+    elif answer is None or left is None or left.tokens < ENOUGH_TOKENS:
         verdict = "undecided"
     else:
         verdict = "normal" if answer[0] else "large"
     found = Diagnosis(
         verdict=verdict,
-        headline=_headline(verdict, batch, check),
-        next_step=_next_step(verdict, batch, check, copied, command),
+        headline=_headline(verdict, batch, findings, level),
+        next_step=_next_step(verdict, batch, findings, level, copied, command),
         source=encodable(str(path)),
         format=format,
         samples=len(batch),
         tokens=batch.token_count,
-        findings=tuple(sorted(check.findings, key=lambda item: not item.counts)),
-        undecided=check.undecided,
+        findings=tuple(sorted(findings, key=lambda item: not item.counts)),
+        undecided=tuple(undecided),
         one_sided=not batch.has_training,
         mismatch=level,
-        fixed=check.fixed,
+        fixed=left if left != level else None,
         normality=answer[1] if answer else "",
         gate=judge_gate(level.k3_kl, level.tokens, gate_kl) if gate and level else None,
         notes=(*map(encodable, notes), *note(batch)),
@@ -184,11 +186,11 @@ def diagnose_files(
         return found.model_copy(update=told)
     bounds, predictor = bounds_for(part), Predictor(part, groups)
     predictions = predictor.all(own, bounds)
-    tail = sum(item.statistics["fraction"] for item in check.findings if item.fault == "moe_routing")
+    tail = sum(item.statistics["fraction"] for item in findings if item.fault == "moe_routing")
     figures = figures_of(packed, tail=tail, stale=stale, one_step=one_step, expensive_pass=expensive_pass)
     advice = None
     if verdict == "normal" or figures.k3_kl >= SMALL_K3:  # larger than such a pair's, and too small to be corrected
-        accepted = any(item.accepted for item in check.findings)
+        accepted = any(item.accepted for item in findings)
         advice = recommend(figures, bounds, predictor.prediction, accepted=accepted, host=host)
     if advice is not None and all(item.setting != advice.setting for item in predictions):
         predictions.append(predictor.prediction(config_of(advice.settings), advice.setting))
@@ -216,10 +218,10 @@ def _stale(batch: Batch) -> float:
     return float(max([0, *behind])) if behind or not pairs else float(max(numbers) - min(numbers))
 
 
-def _headline(verdict: Verdict, batch: Batch, check: CheckResult) -> str:
+def _headline(verdict: Verdict, batch: Batch, findings: Sequence[Finding], level: Mismatch | None) -> str:
     """One sentence."""
-    faults = [item.fault for item in check.findings if item.counts]
-    figures, level = f"{len(batch):,} samples, {batch.token_count:,} tokens", check.mismatch
+    faults = [item.fault for item in findings if item.counts]
+    figures = f"{len(batch):,} samples, {batch.token_count:,} tokens"
     if level is not None:
         figures = f"mean |Δ log p| {figure(level.abs_mean)}, k3 {figure(level.k3_kl)} nats per token"
         figures += f" over {level.tokens:,} tokens"
@@ -236,7 +238,9 @@ def _headline(verdict: Verdict, batch: Batch, check: CheckResult) -> str:
     return f"{VERDICTS[verdict]}: {said}."
 
 
-def _next_step(verdict: Verdict, batch: Batch, check: CheckResult, copied: bool, command: str) -> str:
+def _next_step(
+    verdict: Verdict, batch: Batch, findings: Sequence[Finding], level: Mismatch | None, copied: bool, command: str
+) -> str:
     """What more would tell, where something is open."""
     if not batch.has_training:
         return (
@@ -250,12 +254,12 @@ def _next_step(verdict: Verdict, batch: Batch, check: CheckResult, copied: bool,
         )
     if verdict == "undecided":
         return "Inspect a larger dump: several hundred tokens at least, better some ten thousand."
-    if verdict == "normal" and check.mismatch is not None and check.mismatch.abs_max == 0.0:
+    if verdict == "normal" and level is not None and level.abs_max == 0.0:
         return (
             "Both sides are equal to the last bit: aligned kernels work, or one list was given twice (rollout "
             "log-probs copied into old_log_probs)."
         )
-    if verdict != "large" and all(item.fault != UNEXPLAINED for item in check.findings if item.counts):
+    if verdict != "large" and all(item.fault != UNEXPLAINED for item in findings if item.counts):
         return ""
     if batch.now is not None and batch.start is not None:
         return "No cause was found: see where it sits on the page, and --accept what is meant."

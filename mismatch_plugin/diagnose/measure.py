@@ -17,7 +17,7 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.values import ignore_mismatch_warnings
 from mismatch_plugin.core.correction import correct
 from mismatch_plugin.core.groups import group_advantages
-from mismatch_plugin.core.metrics.full import PROBABILITY_EDGES
+from mismatch_plugin.core.metrics.registry import PROBABILITY_EDGES
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import k3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from mismatch_plugin.core.health import DEFAULT_GATE_KL, MAX_KL
 from mismatch_plugin.diagnose.result import FaultName, Gate, Mismatch
@@ -48,14 +48,6 @@ def size_class(level: Mismatch) -> SizeClass:
 
 # Gaps of sound pairs -------------------------------------------------------------------------------------------------
 
-Pair = Literal[
-    "aligned kernels", "fp16", "dense bf16", "bf16 engine, fp32 trainer", "MoE bf16", "MoE bf16, routing replayed",
-    "fp8, both sides alike", "fp8 or fp4 engine, bf16 trainer", "int8 engine", "int4 engine", "int4, both sides alike",
-    "stale rollouts",
-]  # fmt: skip
-"""Engine and trainer, by what sets the size of the gap."""
-Figure = Literal["mean |Δ log p|", "k3", "KL"]
-Format = Literal["fp32", "fp16", "bf16", "fp8", "fp4", "int8", "int4"]
 LOOSE = 2.0
 """Most figures are of one run: up to so many times the largest of a kind is still its size."""
 
@@ -64,11 +56,12 @@ LOOSE = 2.0
 class Known:
     """A gap of one kind of pair: `figure` from low to high, nats per token.
 
+    pair: engine and trainer, by what sets the size of the gap. figure: mean |Δ log p|, k3 or KL.
     what: model and engines. noted: how the figure was obtained from another, or what is uncertain about it.
     """
 
-    pair: Pair
-    figure: Figure
+    pair: str
+    figure: str
     low: float
     high: float
     what: str
@@ -81,7 +74,7 @@ class Known:
         return self.source.startswith(_OURS)
 
 
-_ABS: Figure = "mean |Δ log p|"
+_ABS = "mean |Δ log p|"
 _RMS = "from the RMS of Δ log p: k3 ≈ RMS²/2"
 _FAST_LLM = "https://github.com/ServiceNow/Fast-LLM/pull/525"
 _VIME = "https://github.com/vllm-project/vime/issues/64"
@@ -139,18 +132,18 @@ KNOWN = (
 
 @dataclass(frozen=True)
 class Hints:
-    """What the records or their user tell of the pair; None: unknown. stale: versions that the rollouts are behind."""
+    """What the records or their user tell of the pair; None: unknown. engine, trainer: names of `command.Precision`.
+    stale: versions that the rollouts are behind."""
 
-    engine: Format | None = None
-    trainer: Format | None = None
+    engine: str | None = None
+    trainer: str | None = None
     moe: bool | None = None
     stale: float = 0.0
 
 
-def pairs_like(hints: Hints) -> tuple[Pair, ...]:
+def pairs_like(hints: Hints) -> tuple[str, ...]:
     """The kinds of pair that the hints allow, the likeliest first: without any, dense bf16 and its neighbours."""
-    alike = hints.trainer == hints.engine
-    found: tuple[Pair, ...]
+    alike, found = hints.trainer == hints.engine, ("dense bf16",)
     if hints.engine in ("fp8", "fp4"):
         found = ("fp8, both sides alike",) if alike else ("fp8 or fp4 engine, bf16 trainer", "fp8, both sides alike")
     elif hints.engine == "int4":
@@ -165,8 +158,6 @@ def pairs_like(hints: Hints) -> tuple[Pair, ...]:
         found = ("bf16 engine, fp32 trainer", "dense bf16")
     elif hints.engine is None and hints.trainer is None and hints.moe is None:
         found = ("dense bf16", "bf16 engine, fp32 trainer", "MoE bf16")
-    else:
-        found = ("dense bf16",)
     return ("stale rollouts", *found) if hints.stale else found
 
 
@@ -187,8 +178,8 @@ def normality(level: Mismatch, hints: Hints) -> tuple[bool, str]:
 def largest_published(quantised: bool) -> tuple[float, float]:
     """(mean |Δ log p|, k3) of the furthest sound pairs of one version of the weights, with or without a quantised
     side."""
-    pairs = [pair for pair in get_args(Pair) if pair.startswith(("fp8", "int")) == quantised]
-    kinds = [_known(pair) for pair in pairs if pair != "stale rollouts"]
+    pairs = {row.pair for row in KNOWN if row.pair.startswith(("fp8", "int")) == quantised}
+    kinds = [_known(pair) for pair in pairs - {"stale rollouts"}]
     mean, k3 = (max(rows[name][-1].high for rows in kinds if name in rows) for name in (_ABS, "k3"))
     return mean, k3
 
@@ -198,27 +189,27 @@ def span(low: float, high: float) -> str:
     return figure(low) if low == high else f"{figure(low)} to {figure(high)}"
 
 
-def _sizes(level: Mismatch, pair: Pair) -> Iterator[tuple[Figure, float, list[Known]]]:
+def _sizes(level: Mismatch, pair: str) -> Iterator[tuple[str, float, list[Known]]]:
     """Figures that are known of a kind: what it is here, and the rows."""
     for name, rows in _known(pair).items():
         # Published KL is estimated by k3 (NeMo-RL's gen_kl_error), which the sampling error of −mean Δ does not drown.
         yield name, level.abs_mean if name == _ABS else level.k3_kl, rows
 
 
-def _times_largest(level: Mismatch, pair: Pair) -> float:
+def _times_largest(level: Mismatch, pair: str) -> float:
     return max(value / rows[-1].high for _, value, rows in _sizes(level, pair))
 
 
-def _known(pair: Pair) -> dict[Figure, list[Known]]:
+def _known(pair: str) -> dict[str, list[Known]]:
     """Figure → the sound rows of a kind, the largest last; k3 and KL are one."""
-    found: dict[Figure, list[Known]] = {}
+    found: dict[str, list[Known]] = {}
     for row in KNOWN:
         if row.pair == pair:
             found.setdefault("k3" if row.figure == "KL" else row.figure, []).append(row)
     return {name: sorted(rows, key=lambda row: row.high) for name, rows in found.items()}
 
 
-def _shown(level: Mismatch, pair: Pair) -> str:
+def _shown(level: Mismatch, pair: str) -> str:
     """`k3 0.0013 (published 0.0017 to 0.0054, ours 0.03 to 0.23)`."""
     parts: list[str] = []
     for name, value, rows in _sizes(level, pair):

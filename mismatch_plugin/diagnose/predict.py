@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.presets import PRESETS
-from mismatch_plugin.config.units import LEVELS, RS_LEVELS, UNITS, Unit
+from mismatch_plugin.config.units import LEVELS, UNITS, Unit
 from mismatch_plugin.config.values import ignore_mismatch_warnings
 from mismatch_plugin.core.correction import Correction, correct
 from mismatch_plugin.core.groups import group_advantages, group_metrics
@@ -25,7 +25,7 @@ from mismatch_plugin.core.segments import bounded_exp, segment_max, segment_sum,
 from mismatch_plugin.core.units import acting_bounds, unit_log_ratio, unit_tokens
 from mismatch_plugin.core.validity import select_tokens
 from mismatch_plugin.data.arrays import Floats
-from mismatch_plugin.diagnose.flags import config_of, preset_of
+from mismatch_plugin.diagnose.flags import config_of
 from mismatch_plugin.diagnose.measure import Groups
 from mismatch_plugin.diagnose.result import Histogram, Prediction
 from mismatch_plugin.limits import SAFETY_BOUND
@@ -68,12 +68,6 @@ class LevelUnits:
         return values_U if self.index_T is None else values_U.index_select(0, self.index_T)
 
 
-def levels_of(packed: PackedSequences) -> tuple[str, ...]:
-    """The levels, without those that are another one here: a turn is the whole response where each has one."""
-    several = any(count > 1 for count in packed.unit_numbers()[1])
-    return tuple(level for level in LEVELS if several or UNITS[level].measure != "units")
-
-
 def units_in(level: str, packed: PackedSequences) -> LevelUnits:
     """π_train is `packed.old_log_probs`. Units without response tokens have log-ratio 0."""
     assert packed.old_log_probs is not None
@@ -101,9 +95,11 @@ def bounds_for(packed: PackedSequences) -> dict[str, tuple[float, float]]:
     """
     assert packed.old_log_probs is not None
     found: dict[str, tuple[float, float]] = {}
-    for level in levels_of(packed):
-        of = units_in(level, packed)
-        found[level] = _two_sided(of.log_ratio_U[of.tokens_U > 0].numpy())
+    several = any(count > 1 for count in packed.unit_numbers()[1])  # else a turn is the whole response
+    for level in LEVELS:
+        if several or UNITS[level].measure != "units":
+            of = units_in(level, packed)
+            found[level] = _two_sided(of.log_ratio_U[of.tokens_U > 0].numpy())
     tokens = select_tokens(packed.old_log_probs.detach(), packed.loss_mask, packed.rollout_log_probs)
     log_ratio = tokens.log_ratio.double()
     counts_N = segment_sum(packed.loss_mask, packed.offsets)
@@ -166,47 +162,6 @@ def histogram(packed: PackedSequences, config: MismatchConfig) -> Histogram:
 # What settings would do -----------------------------------------------------------------------------------------------
 
 OWN = "your settings"
-_UPPER = {"geometric": 1.001}
-"""Level → the upper bound that is tried next to the one from the data; 2 at others. The lower one is its reciprocal."""
-
-
-# Which settings ------------------------------------------------------------------------------------------------------
-
-
-def _of_presets(bounds: Bounds) -> Iterator[tuple[str, MismatchConfig]]:
-    """A parameter without a default has the value that keeps 99 % of the responses; without one there is no setting."""
-    from_data = {
-        "max_k2": bounds["sequence_max_k2"][1],
-        "mean_k3": bounds["sequence_mean_k3"][1],
-        # mean(log π_rollout − log π_θ) > δ: a geometric mean below e^−δ
-        "delta": -math.log(max(bounds["geometric"][0], math.exp(-SAFETY_BOUND))),
-    }
-    for preset in PRESETS:
-        given = {name: from_data[name] for name in preset.required}
-        if all(0.0 < value < math.inf for value in given.values()):
-            config = config_of(preset.settings(**given))
-            yield f"{preset.short}: {' '.join(as_flags(config))}" if given else preset.short, config
-
-
-def _of_bounds(levels: Sequence[str], bounds: Bounds) -> Iterator[dict[str, Any]]:
-    """Every level × mode of algorithm 2 (which 3 shares in the first step) at a constant and at the bounds that keep
-    99 % of these data; ratio criteria of algorithm 0 at the same; objectives of algorithm 1, whose clip acts at once.
-    """
-    for level in levels:
-        constant = _UPPER.get(level, 2.0)
-        for lower, upper in ((1.0 / constant, constant), bounds[level]):
-            if upper == math.inf:
-                continue
-            both = {"lower_bound": lower, "upper_bound": upper}
-            for mode in ("truncate", "clip", "mask"):
-                given = {"upper_bound": upper} if mode == "truncate" else both
-                yield {"use_tis": True, "tis": {"level": level, "mode": mode, **given}}
-            if level in RS_LEVELS:
-                yield {"rs": {"criteria": [{"aggregate": level, "statistic": "ratio", **both}]}}
-    rule = {"aggregate": "sequence_mean", "statistic": "k3", "upper_bound": bounds["sequence_mean_k3"][1]}
-    yield {"rs": {"criteria": [rule]}}
-    for objective in ("gspo", "cispo", "sapo", "gmpo"):
-        yield {"use_rollout_log_probs": True, "objective": objective}
 
 
 def lacking(config: MismatchConfig, packed: PackedSequences, groups: Groups | None) -> str:
@@ -217,9 +172,6 @@ def lacking(config: MismatchConfig, packed: PackedSequences, groups: Groups | No
     if config.rs.max_staleness is not None and untold:
         return "weight versions of all tokens and of the trainer"
     return "groups with rewards" if config.rs.group != "keep" and groups is None else ""
-
-
-# What they do --------------------------------------------------------------------------------------------------------
 
 
 class Predictor:
@@ -253,19 +205,27 @@ class Predictor:
             for name, mask in (("kept_positive", self.advantages_T > 0), ("kept_negative", self.advantages_T < 0)):
                 if count := float(mask.sum()):
                     self.signs[name] = mask.to(self.advantages_T.dtype), count
-        self._clips: dict[str, Tensor] = {}
         self._levels: dict[str, tuple[LevelUnits, float, float, float]] = {}
 
     def all(self, own: MismatchConfig | None, bounds: Bounds) -> list[Prediction]:
-        """Of the user's own settings, every preset and what `_of_bounds` adds, of which nothing is `lacking`. bounds:
-        `bounds_for` the data."""
-        of_bounds = map(config_of, _of_bounds(levels_of(self.packed), bounds))
-        every = [
-            *_of_presets(bounds),
-            *((" ".join(as_flags(config)), config) for config in of_bounds if preset_of(config) is None),
-        ]
-        usable = [pair for pair in every if self.has_advantages or not pair[1].advantage_readers]
-        return [self.prediction(config, name) for name, config in [*([(OWN, own)] if own else []), *usable]]
+        """Of the user's own settings and every preset, of which nothing is `lacking`. bounds: `bounds_for` the data: a
+        parameter without a default has the value that keeps 99 % of the responses; without one there is no setting."""
+        from_data = {
+            "max_k2": bounds["sequence_max_k2"][1],
+            "mean_k3": bounds["sequence_mean_k3"][1],
+            # mean(log π_rollout − log π_θ) > δ: a geometric mean below e^−δ
+            "delta": -math.log(max(bounds["geometric"][0], math.exp(-SAFETY_BOUND))),
+        }
+        found = [self.prediction(own, OWN)] if own else []
+        for preset in PRESETS:
+            given = {name: from_data[name] for name in preset.required}
+            if not all(0.0 < value < math.inf for value in given.values()):
+                continue
+            config = config_of(preset.settings(**given))
+            if self.has_advantages or not config.advantage_readers:
+                name = f"{preset.short}: {' '.join(as_flags(config))}" if given else preset.short
+                found.append(self.prediction(config, name))
+        return found
 
     def prediction(self, config: MismatchConfig, name: str = "") -> Prediction:
         """Of one."""
@@ -303,18 +263,14 @@ class Predictor:
     def clip(self, config: MismatchConfig) -> Tensor:
         """[T] what multiplies A ∇ log π_θ in the first step of bypass PPO: the ratio, or 0 where the clip is active.
         By differentiating the loss itself."""
-        if (key := f"{config.objective} {config.ppo}") not in self._clips:
-            config = config_of(
-                {**config.model_dump(include={"use_rollout_log_probs", "objective", "ppo"}), "metrics": "off"}
-            )
-            assert self.packed.old_log_probs is not None
-            current = self.packed.old_log_probs.detach().clone().requires_grad_()
-            with torch.enable_grad():
-                loss = token_loss(current, self.packed, config)
-                (gradient,) = torch.autograd.grad(loss.policy.sum(), current)
-            ratio, factor = bounded_exp(loss.correction.tokens.log_ratio), gradient.neg_().div_(self.advantages_T)
-            self._clips[key] = torch.where(self.advantages_T != 0, factor, ratio)
-        return self._clips[key]
+        kept = config.model_dump(include={"use_rollout_log_probs", "objective", "ppo"})
+        assert self.packed.old_log_probs is not None
+        current = self.packed.old_log_probs.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            loss = token_loss(current, self.packed, config_of({**kept, "metrics": "off"}))
+            (gradient,) = torch.autograd.grad(loss.policy.sum(), current)
+        ratio, factor = bounded_exp(loss.correction.tokens.log_ratio), gradient.neg_().div_(self.advantages_T)
+        return torch.where(self.advantages_T != 0, factor, ratio)
 
     @torch.no_grad()
     def _figures(self, config: MismatchConfig, correction: Correction) -> dict[str, Any]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.data.sample import LogProbSide, Sample
 
 FaultName = str
 """A name in `detectors.run.FAULTS`."""
-LogProbSide = Literal["rollout", "training"]
 SIDES: tuple[LogProbSide, ...] = get_args(LogProbSide)
 Side = Literal["rollout", "training", "both"]
 Severity = Literal["fault", "note"]
@@ -129,16 +128,6 @@ class Mismatch(Frozen):
 
     def __str__(self) -> str:
         return f"k3 {self.k3_kl:.3g}, 99 % of gaps below {self.abs_p99:.3g} nats"
-
-
-class CheckResult(NamedTuple):
-    """Fields of `Diagnosis`. compared: tokens on both sides once the faults are undone."""
-
-    findings: tuple[Finding, ...]
-    undecided: tuple[Undecided, ...]
-    mismatch: Mismatch | None
-    fixed: Mismatch | None
-    compared: int
 
 
 # All of it ------------------------------------------------------------------------------------------------------------

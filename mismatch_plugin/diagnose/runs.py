@@ -111,35 +111,17 @@ def trends_of(numbers: Sequence[float], rows: Sequence[Row]) -> list[Trend]:
     return found
 
 
-@dataclass(frozen=True)
-class Run:
-    """data: how large the mismatch is. correction: what is left of it. findings: of each kind of warning the newest,
-    and growth that has a cause. metrics: all that were recorded. k3_kl, tokens: of the judged steps, NaN or None where
-    not recorded. sound: see the exit status of `inspect_run`.
-    """
-
-    verdict: Verdict
-    sound: bool
-    data: str
-    correction: str
-    trend: str
-    steps: int
-    judged: int
-    k3_kl: float
-    tokens: int | None
-    trends: list[Trend]
-    findings: list[dict[str, Any]]
-    metrics: list[dict[str, str | float]]
-
-
 def judged(steps: int) -> int:
     """How many of a run's steps are judged: the last tenth, at least ten."""
     return min(steps, max(10, steps // 10))
 
 
-def judge_run(source: Source, config: MismatchConfig | None) -> Run:
-    """Judge a run by its last steps (`judged`), so that a warm-up long past is no alarm.
+def judge_run(source: Source, config: MismatchConfig | None) -> dict[str, Any]:
+    """Judge a run by its last steps (`judged`), so that a warm-up long past is no alarm: as the JSON has it.
 
+    data: how large the mismatch is. correction: what is left of it. findings: of each kind of warning the newest, and
+    growth that has a cause. metrics: all that were recorded. k3_kl, tokens: of the judged steps, NaN or None where not
+    recorded. sound: see the exit status of `inspect_run`.
     config: None where nobody knows the settings: then the correction is not judged. Means are over the steps that
     recorded a metric; a step that rejected everything has no weights, though it recorded 0.
     Raises ValueError where the judged steps hold no token.
@@ -194,23 +176,23 @@ def judge_run(source: Source, config: MismatchConfig | None) -> Run:
         verdict = "fault"
     elif large:
         verdict = "large"
-    return Run(
-        verdict=verdict,
-        sound=not (about & {"fault", "correction"} or shifted or broke or (large and not _corrects(config))),
-        data=f"{word}: {said} over the last {counted(len(recent))}.{advice}",
-        correction=_correction(mean, warned, config) + rejected,
-        trend=("; ".join(map(str, trends)) or no_growth) + ".",
-        steps=len(rows),
-        judged=len(recent),
-        k3_kl=mean("k3_kl"),
-        tokens=None if math.isnan(tokens) else int(tokens),
-        trends=trends,
-        findings=[
+    return {
+        "verdict": verdict,
+        "sound": not (about & {"fault", "correction"} or shifted or broke or (large and not _corrects(config))),
+        "data": f"{word}: {said} over the last {counted(len(recent))}.{advice}",
+        "correction": _correction(mean, warned, config) + rejected,
+        "trend": ("; ".join(map(str, trends)) or no_growth) + ".",
+        "steps": len(rows),
+        "judged": len(recent),
+        "k3_kl": mean("k3_kl"),
+        "tokens": None if math.isnan(tokens) else int(tokens),
+        "trends": [asdict(trend) for trend in trends],
+        "findings": [
             *(_finding(name, warnings) for name, warnings in given.items()),
             *({"fault": "growth", "severity": "note", "evidence": str(one), "fix": _INSPECT} for one in broke),
         ],
-        metrics=_metrics(rows, mean, f"mean of the last {len(recent)}"),
-    )
+        "metrics": _metrics(rows, mean, f"mean of the last {len(recent)}"),
+    }
 
 
 def counted(steps: int) -> str:
@@ -284,34 +266,35 @@ def inspect_run(
     Raises ValueError, OSError where there is nothing to judge.
     """
     source = read_source(path, run)
-    found = judge_run(source, own or _written(source.path))
-    verdict = gate(found.k3_kl, found.tokens or _MANY, bar) if gated else None
+    body = judge_run(source, own or _written(source.path))
+    verdict = gate(body["k3_kl"], body["tokens"] or _MANY, bar) if gated else None
     passed = True if verdict is None else verdict.passed
-    status = 1 if passed is False or not found.sound else 3 if passed is None or found.verdict == "undecided" else 0
+    undecided = passed is None or body["verdict"] == "undecided"
+    status = 1 if passed is False or not body["sound"] else 3 if undecided else 0
     picture, no_picture = (None, "") if pictures is None else _draw(source, pictures)
     if as_json:
-        body = asdict(found) | {"headline": found.data, "source": str(source.path), "notes": source.notes}
+        body |= {"headline": body["data"], "source": str(source.path), "notes": source.notes}
         body |= {"gate": verdict and verdict.model_dump(), "picture": picture and str(picture)}
         typer.echo(to_json(body, indent=2))
         return status
     console = terminal()
-    console.print(f"data: {found.data}\ncorrection: {found.correction}")
-    console.print(f"trend: {found.trend}")
+    for name in ("data", "correction", "trend"):
+        console.print(f"{name}: {body[name]}")
     for note in source.notes:
         console.print(f"note: {printable(note)}.")
     if verdict is not None:
         said = {True: "passed", False: "FAILED", None: "not decided, too few tokens or no k3_kl"}[passed]
         console.print(f"gate: {said}: k3_kl {verdict.value:.2g}, bar {verdict.bar:g} nats per token, over these steps.")
-    if rows := [row for row in found.metrics if row["metric"] in SHORT]:
+    if rows := [row for row in body["metrics"] if row["metric"] in SHORT]:
         cells = tuple(tuple(map(_cell, row.values())) for row in rows)
-        title = f"{counted(found.steps)}, judged by the last {found.judged}"
+        title = f"{counted(body['steps'])}, judged by the last {body['judged']}"
         console.print(Table(title, tuple(rows[0]), cells, code=frozenset({"metric"})).to_rich())
-    if others := len(found.metrics) - len(rows):
+    if others := len(body["metrics"]) - len(rows):
         console.print(f"{others} more metrics: --json")
-    for finding in found.findings:
+    for finding in body["findings"]:
         if finding["fault"] != "growth":  # which the trend has told
             console.print(f"{finding['fault']} = {finding['evidence']}. {finding['fix']}")
-    if found.verdict in ("normal", "large"):
+    if body["verdict"] in ("normal", "large"):
         console.print(f"Which setting fits, a dump tells: {_INSPECT} recommends one.")
     if picture or no_picture:  # a path stays whole
         typer.echo(no_picture or f"picture: {picture}")

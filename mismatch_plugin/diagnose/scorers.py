@@ -6,7 +6,7 @@ import asyncio
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from mismatch_plugin.data.arrays import Floats
 from mismatch_plugin.data.read import InputError
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.sglang.http import shown
+
+if TYPE_CHECKING:
+    from mismatch_plugin.sglang.control import ServerInfo
 
 
 class Checkpoint:
@@ -86,27 +89,35 @@ class Checkpoint:
         return self.model(torch.tensor([sequence]), logits_to_keep=kept, use_cache=False).logits[0, :-1].float()
 
 
-def rescore(url: str, records: Sequence[Sample], vocab_size: int | None = None) -> tuple[list[Floats], list[str]]:
-    """The server's own log-probs of the responses, at temperature 1, as its current weights give them; and what of the
-    server's settings is known to widen the mismatch.
+def rescore(
+    url: str, records: Sequence[Sample], vocab_size: int | None = None
+) -> tuple[list[Floats], list[str], ServerInfo]:
+    """(the server's own log-probs of the responses, at temperature 1, as its current weights give them; what of its
+    settings is known to widen the mismatch; its settings, empty where it tells none).
 
     Raises InputError where the server does not answer or its answer does not fit.
     """
     from mismatch_plugin.config import MismatchWarning
     from mismatch_plugin.sglang.client import GenerateError, RequestError, SGLangClient
+    from mismatch_plugin.sglang.control import ServerInfo
 
-    async def ask() -> list[Floats]:
+    async def ask() -> tuple[list[Floats], ServerInfo]:
+        sequences = [[*one.prompt_ids.tolist(), *one.response_ids.tolist()] for one in records]
         async with SGLangClient(url, retries=1, vocab_size=vocab_size) as client:
-            return await client.rescore([[*one.prompt_ids.tolist(), *one.response_ids.tolist()] for one in records])
+            scored = await client.rescore(sequences)
+            try:
+                return scored, await client.server_info(attempts=1)
+            except (RequestError, ValueError, TypeError, LookupError):
+                return scored, ServerInfo()
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", MismatchWarning)
         try:
-            scored = asyncio.run(ask())
+            scored, info = asyncio.run(ask())
         except (GenerateError, RequestError, ValueError) as error:
             raise InputError(f"the server at {shown(url)} does not rescore: {error}") from None
     found = [values[len(record.prompt_ids) :] for record, values in zip(records, scored, strict=True)]
-    return found, [str(note.message) for note in caught if issubclass(note.category, MismatchWarning)]
+    return found, [str(note.message) for note in caught if issubclass(note.category, MismatchWarning)], info
 
 
 def with_training(sample: Sample, log_probs: Floats, temperature: float | None = None) -> Sample:
@@ -139,7 +150,7 @@ def from_server(url: str, records: Sequence[Sample]) -> tuple[list[Sample], list
                 f"sample {index} was drawn at temperature {record.temperature:g}, but a server rescores at "
                 f"temperature 1 only: give --checkpoint or TRAINING instead of --url."
             )
-    scored, risks = rescore(url, records)
+    scored, risks, _ = rescore(url, records)
     samples = [with_training(sample, values, 1.0) for sample, values in zip(records, scored, strict=True)]
     what = f"the server at {shown(url)}, which rescored with its present weights at temperature 1"
     return samples, [*risks, f"training side: {what}"]

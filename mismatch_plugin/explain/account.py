@@ -17,8 +17,7 @@ from mismatch_plugin.core.groups import group_advantages
 from mismatch_plugin.core.loss import PolicyLoss, policy_loss, token_loss
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.segments import bounded_exp, spread
-from mismatch_plugin.core.units import ActingBounds, acting_bounds
-from mismatch_plugin.core.weights import grown
+from mismatch_plugin.core.units import ActingBounds, acting_bounds, grown
 from mismatch_plugin.diagnose.predict import units_in
 from mismatch_plugin.report.table import NOTHING, Table, figure
 
@@ -77,7 +76,7 @@ def _corrected(log_probs: Tensor, packed: PackedSequences, config: MismatchConfi
 
 
 def _grown(bounds: ActingBounds, log_bound: float, packed: PackedSequences) -> Tensor:
-    """[T] The bound on the ratio of every token's unit, as `core.weights` lets it grow."""
+    """[T] The bound on the ratio of every token's unit, as `core.units` lets it grow."""
     if not bounds.growth or math.isinf(log_bound):
         return torch.full(packed.loss_mask.shape, math.exp(log_bound), dtype=torch.float64)
     units = units_in(bounds.unit.level, packed)

@@ -19,8 +19,8 @@ from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import stale_tokens
 from mismatch_plugin.core.segments import segment_sum
+from mismatch_plugin.core.units import batch_factor
 from mismatch_plugin.core.validity import DEFECTS, invalid_error, stopping_kinds
-from mismatch_plugin.core.weights import batch_factor
 from mismatch_plugin.parallel.agreement import NO_MICRO_BATCH, StepKind, settings_of, step_kind
 from mismatch_plugin.parallel.groups import ParallelGroups
 

@@ -36,7 +36,7 @@ def presets_table() -> Table:
     rows = []
     for entry in PRESETS:
         config = quiet_preset(entry.name)
-        names = ", ".join((entry.name, *entry.aliases))
+        names = ", ".join(entry.names.split())
         flags = " ".join(as_flags(config))
         about = (entry.summary, entry.when, keeps(config), _parameters(entry) or NOTHING, flags or NOTHING)
         rows.append((names, str(config.algorithm), *about))

@@ -118,17 +118,6 @@ def test_a_host_s_flags_stay_the_host_s_and_every_spelling_is_one_destination(sp
     assert mp.MismatchConfig.from_args(namespace).algorithm == 3
 
 
-def test_flags_that_a_host_will_define_later_can_be_reserved() -> None:
-    """slime adds its own flags after a plugin's, with plain add_argument: a second definition would raise."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    mp.add_arguments(parser, reserved={"--use-tis": "use_tis", "--use-rollout-logprobs": "use_rollout_logprobs"})
-    slime_arguments(parser)
-    for words, algorithm in (("", 0), ("--use_tis", 2), ("--use-rollout-log-probs", 1), ("--use-rollout-logprobs", 1)):
-        namespace = parser.parse_args(words.split())
-        assert (namespace.use_tis, namespace.use_rollout_logprobs) == (algorithm == 2, algorithm == 1)
-        assert mp.MismatchConfig.from_args(namespace).algorithm == algorithm
-
-
 def test_a_destination_that_exists_is_shared_and_one_that_nothing_reads_is_refused() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--importance-mode", dest="tis_mode", choices=["clip", "mask"])

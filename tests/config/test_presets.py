@@ -110,7 +110,7 @@ def test_no_preset_is_untested_and_the_table_of_presets_is_true() -> None:
         config, _ = noted(mp.preset, record.name, **record.parameters, **record.required)
         assert config == noted(mp.preset, record.name, **record.required)[0]
         assert record.algorithm == config.algorithm
-        assert all(find_preset(alias) is record for alias in record.aliases)
+        assert all(find_preset(alias) is record for alias in record.names.split())
 
 
 PARAMETERS: list[tuple[str, dict[str, Any], str, Any]] = [

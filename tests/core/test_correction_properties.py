@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import mismatch_plugin as mp
-from mismatch_plugin.core import host, segments
+from mismatch_plugin.core import segments
 from mismatch_plugin.core.segments import Column, segment_sums
 from tests.differential_draws import GARBAGE, draw_batch, draw_config, pack
 
@@ -36,7 +36,7 @@ def outcome(
     """(weights, what is kept and gradient, [T] each, loss, metrics); none has a gradient of its own."""
     leaf = log_probs.clone().requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "ENABLED", on_host)
+        patch.setattr(segments, "HOST_WAYS", on_host)
         result = mp.policy_loss(leaf, packed, config)
         (gradient,) = torch.autograd.grad(result.loss, leaf)
         metrics = result.statistics.metrics()
@@ -92,7 +92,7 @@ def test_sums_of_columns(together: int, dtype: torch.dtype, monkeypatch: pytest.
     rows = [row.double().tolist() for row in values.split(lengths)]
     plain, squares = [math.fsum(row) for row in rows], [math.fsum(x * x for x in row) for row in rows]
     for enabled in (True, False):  # a device sums all columns together, or as many as there is room for
-        monkeypatch.setattr(host, "ENABLED", enabled)
+        monkeypatch.setattr(segments, "HOST_WAYS", enabled)
         monkeypatch.setattr(segments, "_TOGETHER", together)
         names, sums = segment_sums(columns, offsets)
         assert names == ["alone", "sum", "squares", "twice", "again"]

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.core.metrics.formulas import State
-from mismatch_plugin.core.metrics.registry import METRICS, Mean, Metric
+from mismatch_plugin.core.metrics.registry import METRICS, Mean, Metric, State
 from mismatch_plugin.parallel.agreement import settings_of
 from tests.core.worked import config, metrics_of, of_log_ratios, weighted
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import mismatch_plugin as mp
-from mismatch_plugin.core import entries
+from mismatch_plugin.core.packed import flatten_entries
 
 FLOAT_FIELDS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages", "entropy")
 LENGTHS = (3, 0, 2, 1)
@@ -103,11 +103,11 @@ def test_what_was_found_goes_with_the_values() -> None:
 def test_lists_become_what_torch_makes_of_each() -> None:
     """None is NaN; Python's floats become float32, arrays and tensors of float64 stay."""
     rows: list[Any] = [[1, 2.5, None, True], (1e300, -0.0), np.array([0.1]), torch.tensor([0.1]).double()]
-    flat = entries.flatten_entries("entropy", rows, (4, 2, 1, 1), tuple("abcd"))
+    flat = flatten_entries("entropy", rows, (4, 2, 1, 1), tuple("abcd"))
     expected = torch.tensor([1.0, 2.5, math.nan, 1.0, math.inf, 0.0, 0.1, 0.1], dtype=torch.float64)
     torch.testing.assert_close(flat, expected, rtol=0, atol=1e-8, equal_nan=True)
-    assert entries.flatten_entries("entropy", rows[:1], (4,), ("a",)).dtype == torch.float32
-    assert entries.flatten_entries("positions", [[2**52 + 1, 7]], (2,), ("a",), integer=True)[0] == 2**52 + 1
+    assert flatten_entries("entropy", rows[:1], (4,), ("a",)).dtype == torch.float32
+    assert flatten_entries("positions", [[2**52 + 1, 7]], (2,), ("a",), integer=True)[0] == 2**52 + 1
 
 
 # Refused --------------------------------------------------------------------------------------------------------------

@@ -60,10 +60,22 @@ def random_batch(sequences: int = 40, spread: float = 0.15) -> list[Sample]:
 BATCH = random_batch()
 
 
+OWN = (
+    "--use-tis --tis-level sequence --tis-upper-bound 1.1 --tis-batch-normalize --rs-veto-threshold 0.4 "
+    "--rs-criterion sequence_mean:k3:0.02"
+)
+BYPASS = "--use-rollout-log-probs --mismatch-objective "
+OTHERS = (
+    BYPASS + "cispo",
+    BYPASS + "gspo",
+    "--use-tis --tis-level prefix",
+    "--use-tis --tis-level turn --tis-mode mask",
+)
+
+
 @cache
-def predicted() -> dict[str, Any]:
-    flags = "--use-tis --tis-level sequence --tis-upper-bound 1.1 --tis-batch-normalize --rs-veto-threshold 0.4"
-    return inspect(BATCH, "--flags", f"{flags} --rs-criterion sequence_mean:k3:0.02", *ANYTHING)
+def predicted(flags: str = OWN) -> dict[str, Any]:
+    return inspect(BATCH, "--flags", flags, *ANYTHING)
 
 
 def by_gradient(packed: mp.PackedSequences, config: mp.MismatchConfig) -> tuple[float, float]:
@@ -98,7 +110,7 @@ def by_gradient(packed: mp.PackedSequences, config: mp.MismatchConfig) -> tuple[
 def test_every_prediction_is_what_training_reports_and_the_gradient_does(tmp_path: Path) -> None:
     packed, file = packed_of(BATCH), tmp_path / "mismatch.json"
     assert packed.old_log_probs is not None
-    items = predicted()["predictions"]
+    items = [*predicted()["predictions"], *(predicted(flags)["predictions"][0] for flags in OTHERS)]
     for item in items:
         file.write_text(json.dumps(item["settings"]))
         with ignore_mismatch_warnings():
@@ -125,10 +137,8 @@ def test_the_own_settings_come_first_then_every_preset() -> None:
     assert [item["own"] for item in items[:2]] == [True, False] and presets == [preset.short for preset in PRESETS]
     own = mp.MismatchConfig.build(items[0]["settings"])
     assert own.tis.batch_normalize and own.rs.veto_threshold == 0.4 and len(names) == len({*names})
-    found = {item["setting"]: item for item in items}
-    # The clip of an objective acts in the first step of bypass.
-    bypass = "--use-rollout-log-probs --mismatch-objective"
-    assert found[f"{bypass} cispo"]["ess"] > found[f"{bypass} gspo"]["ess"]
+    cispo, gspo = (predicted(flags)["predictions"][0]["ess"] for flags in OTHERS[:2])
+    assert cispo > gspo, "the clip of an objective acts in the first step of bypass"
     for item in items:
         name, _, flags = item["setting"].rpartition(": ")
         if name in ("trm", "opsm"):  # parameters from the data

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import mismatch_plugin as mp
 from examples.benchmarks.counting import OperationCounter
-from mismatch_plugin.core import host
+from mismatch_plugin.core import segments
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.step import Step
 from tests.distributed.agreement_worker import Grid
@@ -72,7 +72,7 @@ def run(case: Case) -> list[Part]:
     places = torch.cat([places for _, places in local])
     parts = []
     for number, settings in enumerate(case.settings):
-        host.ENABLED = number % 2 == 0  # every other one goes the way of a device
+        segments.HOST_WAYS = number % 2 == 0  # every other one goes the way of a device
         config = settings.config(**dict(case.changes))
         step = Step(config, groups)
         step.start([packed for packed, _ in local])
@@ -98,7 +98,7 @@ def run(case: Case) -> list[Part]:
                 statistics.metrics() if dist.get_rank() == 0 else None,
             )
         )
-    host.ENABLED = True
+    segments.HOST_WAYS = True
     return parts
 
 

@@ -47,7 +47,7 @@ def test_tables_hold_every_field_flag_metric_preset_and_rule_of_health():
     assert flags == {flag for action in shown for flag in action.option_strings}
     assert metrics_table().column("metric") == [metric.name for metric in METRICS]
     names = [name for cell in presets_table().column(PRESET_NAMES) for name in cell.split(", ")]
-    assert names == [name for entry in PRESETS for name in (entry.name, *entry.aliases)]
+    assert names == [name for entry in PRESETS for name in entry.names.split()]
     rules = [*zip(*map(health_table().column, ("metric", "warns", "judged for")), strict=True)]
     assert len(rules) == len(set(rules)) == len(ALL_RULES)
 

@@ -79,7 +79,7 @@ def test_the_record_of_a_loop_of_one_s_own(float32_server: CpuServer) -> None:
     record = Sample.model_validate(_names(1)["record"]([1, 2, 3], reply, sampling))
     assert record.served is not None and record.served.temperature == record.sampling.temperature == 0.7
     assert len(record.response_ids) == 4 and record.served.weights[0].end == 4 and record.weight_versions
-    assert check_batch(make_batch([record])).findings == ()
+    assert check_batch(make_batch([record]))[0] == []
 
 
 def test_the_example_of_the_client(float32_server: CpuServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,10 +27,8 @@ def nemo_rl_settings(section: Mapping[str, Any]) -> dict[str, Any]:
     clip = present(
         eps_clip_low=low, eps_clip_high=section.get("ratio_clip_max", 0.2), dual_clip=section.get("ratio_clip_c")
     )
-    data: dict[str, Any] = {
-        "ppo": clip,
-        "aggregation": "token-mean" if section.get("token_level_loss", True) else "seq-mean-token-mean",
-    }
+    aggregation = "token-mean" if section.get("token_level_loss", True) else "seq-mean-token-mean"
+    data: dict[str, Any] = {"ppo": clip, "aggregation": aggregation}
     switches = [name for name in OBJECTIVES if section.get(name)]
     if len(switches) > 1:
         raise ValueError(f"{' and '.join(switches)} make different losses: switch one of them off.")

@@ -48,11 +48,8 @@ def from_slime(mapping: Mapping[str, Any]) -> MismatchConfig:
         data["rs"] = _rejection(given, tis)
         if not use_tis:
             note("use_rs without use_tis rejects here, as slime's page says: slime's own code skips it.")
-    for key in ("tis_clip", "tis_clip_low"):
-        if key in given:
-            note(
-                f"{key} {given[key]} changes nothing next to mis.yaml's keys: slime reads it in its built-in TIS only."
-            )
+    for key in [key for key in ("tis_clip", "tis_clip_low") if key in given]:
+        note(f"{key} {given[key]} changes nothing next to mis.yaml's keys: slime reads it in its built-in TIS only.")
     for key in () if use_rs else ("rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"):
         if given.get(key) not in (None, "token"):  # mis.yaml's own rs_level
             note(f"{key} {given[key]} changes nothing without use_rs, in slime's code as here: add use_rs.")

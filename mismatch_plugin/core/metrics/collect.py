@@ -1,10 +1,8 @@
 """Statistics of one `correct` call: which columns are summed per sequence, and what the batch's sums are.
 
-Every figure but an extreme is a sum over sequences of one number a sequence, weighed by its response tokens or by 1:
-one matrix product sums every row under both measures, `tokens` and `sequences`, so that the number of kernels does not
-grow with N. Ratios are carried as ρ − 1 (`expm1`), which is 0 at padding and keeps its digits when the two engines
-nearly agree.
-"""
+One matrix product sums every row (one number a sequence) under both measures, by response `tokens` and by `sequences`,
+so that the number of kernels does not grow with N. Ratios are carried as ρ − 1 (`expm1`), which is 0 at padding and
+keeps its digits when the two engines nearly agree."""
 
 from __future__ import annotations
 
@@ -15,13 +13,12 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.core.correction_state import CorrectionState, any_of
-from mismatch_plugin.core.metrics.full import full_diagnostics
+from mismatch_plugin.core.metrics import registry
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.rejection import budget_histogram
-from mismatch_plugin.core.segments import Column, bounded_exp
-from mismatch_plugin.core.units import unit_log_ratio
+from mismatch_plugin.core.segments import Column, bounded_exp, histogram, verdict_columns
+from mismatch_plugin.core.units import grown, unit_log_ratio
 from mismatch_plugin.core.validity import KINDS, count_kinds
-from mismatch_plugin.core.weights import grown
 from mismatch_plugin.limits import SAFETY_BOUND
 
 
@@ -61,25 +58,18 @@ def second_columns(state: CorrectionState, masked_T: Tensor | None, rejected_T: 
 
 def _verdict_columns(state: CorrectionState, masked_T: Tensor | None, rejected_T: Tensor | None) -> Iterator[Column]:
     """What rejects tokens, and weights that tokens have of their own."""
-    if rejected_T is not None:
-        yield Column("rejected", rejected_T)
-    if state.weights_U is not None and state.config.tis.batch_normalize:
+    normalized = state.weights_U is not None and state.config.tis.batch_normalize
+    shown = state.config.metrics != "off"
+    causes = {f"out_{name}": outside for name, outside in state.outside_T.items() if normalized or name != "mode"}
+    if state.weights_U is not None and normalized:
         yield Column("weight_unit", state.weights_U)
-        if "mode" in state.outside_T:
-            yield Column("outside_mode", state.outside_T["mode"])
-    if state.config.metrics == "off":
-        return
-    if state.weights_U is not None:  # of the kept tokens Σ w, Σ w², Σ (w − 1)²
+    if state.weights_U is not None and shown:  # of the kept tokens Σ w, Σ w², Σ (w − 1)²
         kept, weight = state.tokens.mask, state.weights_U
         if rejected_T is not None:
             kept, weight = kept.masked_fill(rejected_T, 0.0), weight.masked_fill(rejected_T, 0.0)
         yield Column("weight", weight, "weight_squared")
         yield Column("weight_minus_one", weight - kept, "weight_deviation")
-    if masked_T is not None and masked_T is not rejected_T:
-        yield Column("masked", masked_T)
-    for name, outside in state.outside_T.items():
-        if name != "mode" and outside is not masked_T:
-            yield Column(f"out_{name}", outside)
+    yield from verdict_columns({"rejected": rejected_T} | ({"masked": masked_T} if shown else {}) | causes)
 
 
 def _token_criteria(state: CorrectionState) -> Iterator[Column]:
@@ -99,10 +89,8 @@ def _token_criteria(state: CorrectionState) -> Iterator[Column]:
 
 
 def collect_statistics(state: CorrectionState, counts_sequences: bool) -> Statistics:
-    """The batch's sums and maxima. One matrix product and one maximum over [K, N]; no host sync.
-
-    counts_sequences: False on the ranks of a context-parallel group that leave the counting to another one.
-    """
+    """The batch's sums and maxima, by one matrix product and one maximum over [K, N]; no host sync. counts_sequences:
+    False on the ranks of a context-parallel group that leave the counting to another one."""
     has = state.tokens_N > 0
     rows, unit_rows = _rows(state, has)
     values = [(torch.stack(list(rows.values())) @ torch.stack([state.tokens_N, has]).T).flatten()]
@@ -156,24 +144,20 @@ def _rows(state: CorrectionState, has: Tensor) -> tuple[dict[str, Tensor], dict[
     kept = state.kept_N / state.divisor_N
     rows = {"one": has, "kept": kept, "kept_any": kept > 0}
     own = state.unit_rows() if config.normalizes else {}
-    unit_rows: dict[str, Tensor] = {}
+    if config.metrics != "off":
+        own |= _weight_rows(state, kept)
+        rows |= _rejection_rows(state)
     if unit.one_ratio_per_token:
-        rows |= own
+        rows, unit_rows = rows | own, {}
     else:
         unit_rows = own
-    if config.metrics == "off":
-        return rows | state.of_sequences(unit_rows), unit_rows
-    rows |= _rejection_rows(state)
-    if unit.one_ratio_per_token:
-        rows |= _token_weight_rows(state, kept)
-    else:
-        unit_rows |= _unit_weight_rows(state, kept)
-        if state.measured:
-            for name, values, squares in _unit_ratio_columns(state):
-                unit_rows[name] = values
-                if squares is not None:
-                    unit_rows[squares] = values.square()
+        for name, values, squares in _unit_ratio_columns(state) if state.measured else ():
+            unit_rows[name] = values
+            if squares is not None:
+                unit_rows[squares] = values.square()
         rows |= state.of_sequences(unit_rows)
+    if config.metrics == "off":
+        return rows, unit_rows
     if "weight" in rows:
         rows["seq_weight_squared"] = rows["weight"].square()
     if not state.measured:
@@ -198,17 +182,13 @@ def _rows(state: CorrectionState, has: Tensor) -> tuple[dict[str, Tensor], dict[
 def _rejection_rows(state: CorrectionState) -> dict[str, Tensor]:
     """Shares of rejected tokens and whether anything of a sequence was rejected, by cause."""
     outside_N = {name: rejected for name, rejected in state.outside_N.items() if name not in ("veto", "invalid")}
-    # A column that equals another was summed once.
-    alike = "masked" if "masked" in state.means_N else "rejected"
     rows = {f"out_{name}": rejected for name, rejected in outside_N.items()}
-    for name in state.outside_T:
-        if name != "mode":
-            rows[f"out_{name}"] = state.means_N.get(f"out_{name}", state.means_N[alike])
+    rows |= {f"out_{name}": state.means_N[f"out_{name}"] for name in state.outside_T if name != "mode"}
     of_mode = {} if state.parts.splits else state.outside_U
-    masked, masked_N = state.means_N[alike] if state.outside_T else None, any_of((outside_N | of_mode).values())
+    masked, masked_N = state.means_N.get("masked"), any_of((outside_N | of_mode).values())
     if state.outside_U and state.parts.splits:  # token criteria, and mask mode with a token's unit
         tokens = state.sums_U["tokens"]
-        shares = state.sums_U[alike] / tokens.clamp(min=1) if state.outside_T else torch.zeros_like(tokens)
+        shares = state.sums_U["masked"] / tokens.clamp(min=1) if state.outside_T else torch.zeros_like(tokens)
         masked = state.of_sequences({"masked": torch.where(state.outside_U["mode"], 1.0, shares)})["masked"]
     if masked is not None:
         rows["masked"] = masked if masked_N is None else masked.masked_fill(masked_N, 1.0)
@@ -285,11 +265,19 @@ def _own_factor(state: CorrectionState) -> Tensor | float | None:
     return state.factor if state.config.tis.batch_normalize_scope == "micro_batch" else None
 
 
-def _token_weight_rows(state: CorrectionState, kept: Tensor) -> dict[str, Tensor]:
-    """Weights really used of units that are tokens, Σ over kept tokens divided by all tokens of the sequence."""
+def _weight_rows(state: CorrectionState, kept: Tensor) -> dict[str, Tensor]:
+    """Weights really used, Σ over kept tokens divided by all tokens of the sequence, or of the unit where units are
+    more than a token. kept: of whole sequences."""
     if state.weights_U is None:
         return {}
     factor, used = _own_factor(state), kept > 0
+    if not state.unit.one_ratio_per_token:
+        unit = state.weights_U if factor is None else state.weights_U / factor
+        if state.parts.splits:
+            kept = state.kept_U / state.sums_U["tokens"].clamp(min=1)
+        weight = unit * kept
+        rows = {"weight": weight, "weight_squared": unit * weight, "weight_deviation": (unit - 1.0).square_() * kept}
+        return rows | {"unit_weight_squared": weight.square()} if state.parts.splits else rows
     weight, squared = state.means_N["weight"] * used, state.means_N["weight_squared"] * used
     deviation = state.means_N["weight_deviation"] * used
     if factor is not None:
@@ -298,19 +286,6 @@ def _token_weight_rows(state: CorrectionState, kept: Tensor) -> dict[str, Tensor
         deviation = (deviation + 2.0 * shift * (weight - kept) + shift**2 * kept) / factor**2
         weight, squared = weight / factor, squared / factor**2
     return {"weight": weight, "weight_squared": squared, "weight_deviation": deviation}
-
-
-def _unit_weight_rows(state: CorrectionState, kept: Tensor) -> dict[str, Tensor]:
-    """The same of units that are (parts of) sequences, divided by all tokens of the unit. kept: of whole sequences."""
-    if state.weights_U is None:
-        return {}
-    factor = _own_factor(state)
-    unit = state.weights_U if factor is None else state.weights_U / factor
-    if state.parts.splits:
-        kept = state.kept_U / state.sums_U["tokens"].clamp(min=1)
-    weight = unit * kept
-    rows = {"weight": weight, "weight_squared": unit * weight, "weight_deviation": (unit - 1.0).square_() * kept}
-    return rows | {"unit_weight_squared": weight.square()} if state.parts.splits else rows
 
 
 # Extremes -------------------------------------------------------------------------------------------------------------
@@ -358,3 +333,64 @@ def _extremes(both: dict[str, Tensor], above: dict[str, Tensor], absent: Tensor)
     if both:
         parts.append(values[: len(both)].masked_fill(absent, torch.inf).amin(1).neg())
     return names, torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+# Level full: quantiles of the ratio, drift and acceptance, as sums over fixed buckets --------------------------------
+
+
+def full_diagnostics(state: CorrectionState, counts_sequences: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """({name: sums [B]}, {name: maxima, 0-d}), float64, of the local tokens, and of whole sequences where counted here.
+    About 60 kernels; no host sync."""
+    tokens, packed = state.tokens, state.packed
+    sums: dict[str, Tensor] = {}
+    # Log-ratios beyond ±20 fall into the last bins.
+    edge = registry.HISTOGRAM_EDGE * (1 - 1e-6)
+    place = tokens.log_ratio.mul(1.0 / registry.HISTOGRAM_SCALE).asinh_().clamp_(-edge, edge)
+    place.masked_fill_(tokens.padding, 2 * registry.HISTOGRAM_EDGE)  # outside the range: not counted
+    sums["histogram"] = histogram(place, registry.HISTOGRAM_BINS, -registry.HISTOGRAM_EDGE, registry.HISTOGRAM_EDGE)
+    del place
+    maxima: dict[str, Tensor] = {}
+    difference = tokens.train.exp().sub_(tokens.rollout.exp()).abs_()
+    sums["probability_difference"] = difference.sum(dtype=torch.float64).reshape(1)
+    maxima["probability_difference"] = difference.amax() if difference.numel() else difference.new_zeros(())
+    del difference
+
+    buffer = torch.empty_like(tokens.log_ratio, dtype=torch.float64)
+
+    def add_drift(name: str, place: Tensor, size: int) -> None:
+        sums[f"{name}_log_ratio"] = _by_bucket(place, size, buffer.copy_(tokens.log_ratio))
+        if name != "version":
+            sums[f"{name}_log_ratio_abs"] = _by_bucket(place, size, buffer.copy_(tokens.log_ratio).abs_())
+        sums[f"{name}_tokens"] = _by_bucket(place, size, buffer.copy_(tokens.mask))
+
+    if packed.weight_versions is not None and packed.trainer_version is not None:
+        lag = (packed.trainer_version - packed.weight_versions).clamp_(0, registry.VERSION_LAGS)
+        add_drift("version", lag, registry.VERSION_LAGS + 1)
+    add_drift(
+        "probability", bucket(tokens.rollout.exp(), registry.PROBABILITY_EDGES), len(registry.PROBABILITY_EDGES) + 1
+    )
+    add_drift("position", bucket(packed.response_positions, registry.POSITION_EDGES), len(registry.POSITION_EDGES) + 1)
+    if packed.advantages is not None:
+        sign = packed.advantages.masked_fill(tokens.padding, 0.0).sign_().add_(1.0).int()
+        sums["advantage_tokens"] = _by_bucket(sign, 3, buffer.copy_(tokens.mask))
+        sums["advantage_kept"] = _by_bucket(sign, 3, buffer.copy_(state.keep_T))
+    length = bucket(state.tokens_N, registry.LENGTH_EDGES)
+    counted = (state.tokens_N > 0).double() * float(counts_sequences)
+    sums["length_sequences"] = _by_bucket(length, len(registry.LENGTH_EDGES) + 1, counted)
+    sums["length_kept"] = _by_bucket(length, len(registry.LENGTH_EDGES) + 1, counted * (state.kept_N > 0))
+    return sums, maxima
+
+
+def _by_bucket(bucket: Tensor, size: int, values: Tensor) -> Tensor:
+    return values.new_zeros(size).index_add_(0, bucket, values)
+
+
+def bucket(values: Tensor, edges: tuple[float, ...]) -> Tensor:
+    """Index of each value's bucket, int32: how many edges are ≤ the value. No NaN. One kernel."""
+    return torch.bucketize(values, _constants(edges, values.dtype, values.device), right=True, out_int32=True)
+
+
+# Made once: copying them to the device in the hook would be a host sync.
+@lru_cache
+def _constants(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)

@@ -1,8 +1,6 @@
 """Mergeable state of a step's diagnostics: sums, counts and maxima that any split of the step adds up to.
 
-Nothing here is a mean, a deviation or a quantile: those are formed last, by `registry.py`, from the merged state. So
-every figure is the same however the step was cut into micro-batches and ranks.
-
+Means, deviations and quantiles are formed last, by `registry.py`, so every figure is the same however a step was cut.
 A sum is named `quantity@measure`: the quantity is a mean over the response tokens of a sequence, and the measure weighs
 the sequences: `tokens` by their response tokens, `sequences` by 1.
 """
@@ -17,9 +15,10 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.core.health import check_gate
+from mismatch_plugin.core.metrics.registry import compute_metrics
 from mismatch_plugin.core.rejection import BUDGET_BINS, budget_threshold
+from mismatch_plugin.core.units import batch_factor
 from mismatch_plugin.core.validity import Locator, invalid_error, stopping_kinds
-from mismatch_plugin.core.weights import batch_factor
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, eq=False)
 class Statistics:
     """Sums [S] and maxima [M], float64, on the device; their names, fixed by the configuration.
-
     `locators` find the place of an invalid log-prob; they run only when one was counted and the policy is `error`.
     own_means: batches in it whose loss was divided by a mean weight of their own, where the scope is the step.
     """
@@ -86,10 +84,8 @@ class Statistics:
         return self.sums[self.sum_names.index(name)]
 
     def batch_factor(self) -> Tensor:
-        """Mean weight over everything merged so far: what batch normalisation divides by (0-d, float64, no sync).
-
-        Pass it to `correct` or `policy_loss` as `batch_factor` when the step is cut into micro-batches.
-        """
+        """Mean weight over everything merged so far (0-d, float64, no sync): pass it as `batch_factor` to `correct`
+        or `policy_loss` when the step is cut into micro-batches."""
         if not self.config.normalizes:
             return self.sums.new_ones(())
         measure = self.config.unit.measure
@@ -105,10 +101,8 @@ class Statistics:
         return found
 
     def k3_kl(self) -> Tensor:
-        """What the gate judges: mean k3 of the measured tokens (0-d, float64, no sync).
-
-        0 where the step has no token; NaN where none of its tokens was measured, or none is valid.
-        """
+        """What the gate judges: mean k3 of the measured tokens (0-d, float64, no sync). 0 where the step has no token;
+        NaN where none of its tokens was measured, or none is valid."""
         if "k3@tokens" not in self.sum_names:
             return self.sums.new_full((), torch.nan)
         measured = self.sum_of("one@tokens")
@@ -121,12 +115,9 @@ class Statistics:
     def metrics(self, averaged_only: bool = False) -> dict[str, float]:
         """Every metric that this configuration declares (averaged_only: whose mean over micro-batches means something).
         One transfer to the host.
-
         Raises InvalidLogProbError where an invalid log-prob that is used was counted and the policy is `error`;
         GateError where the mean k3 is above `gate_kl`; ValueError where each micro-batch had a mean weight of its own.
         """
-        from mismatch_plugin.core.metrics.registry import compute_metrics
-
         return compute_metrics(*self.on_host(), self.config, averaged_only)
 
     def on_host(self) -> tuple[dict[str, float], dict[str, float]]:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from mismatch_plugin.data.arrays import Floats, Ints
-from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.data.sample import LogProbSide, Sample
 from mismatch_plugin.diagnose.batch import CLIP, Batch, Comparison, Outcome, average, between, compare, distances, told
 from mismatch_plugin.diagnose.detectors.numbers import eos_finding
-from mismatch_plugin.diagnose.result import Item, LogProbSide, place_of, too_few
+from mismatch_plugin.diagnose.result import Item, place_of, too_few
 
 MAX_LAG = 8
 """Boundaries are looked for up to so many tokens off."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-import warnings
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -23,6 +22,7 @@ from mismatch_plugin.diagnose.detectors.size import mismatch
 from mismatch_plugin.diagnose.normal import LOGIT_GAPS
 from mismatch_plugin.diagnose.result import Finding
 from mismatch_plugin.diagnose.scorers import Checkpoint, rescore, with_reference, with_training
+from mismatch_plugin.sglang.control import ServerInfo
 from mismatch_plugin.sglang.delivered import Delivered, of_sums, sampled, sums
 from mismatch_plugin.sglang.http import shown
 
@@ -285,10 +285,11 @@ FIX = (
 
 
 class Rescored(NamedTuple):
-    """What one server says of the responses at temperature 1. batch: next to the checkpoint or the other servers. gaps:
-    |logit gap| of each response; median: of all."""
+    """What one server says of the responses at temperature 1. precision: a name of LOGIT_GAPS. batch: next to the
+    checkpoint or the other servers. gaps: |logit gap| of each response; median: of all."""
 
     url: str
+    precision: str
     batch: Batch
     gaps: list[Floats]
     median: float
@@ -336,7 +337,7 @@ def compare_servers(
     """
     told = [rescore(url, records, model.vocab if model else None) for url in urls]
     neutral = [one.with_fields(sampling=SamplingParameters(), behaviour_log_probs=None) for one in records]
-    median = [np.median(each, axis=0) for each in zip(*(values for values, _ in told), strict=True)]
+    median = [np.median(each, axis=0) for each in zip(*(values for values, *_ in told), strict=True)]
     sides = model.scored(neutral) if model else median if len(urls) > 2 else told[0][0]
     against = "the checkpoint" if model else "the median of all servers" if len(urls) > 2 else shown(urls[0])
     neutral = [with_training(*pair) for pair in zip(neutral, sides, strict=True)]
@@ -344,7 +345,7 @@ def compare_servers(
         neutral = with_reference(neutral, start)
     notes: list[str] = []
     compared: list[Rescored] = []
-    for url, (values, risks) in [*zip(urls, told, strict=True)][int(model is None and len(urls) == 2) :]:
+    for url, (values, risks, info) in [*zip(urls, told, strict=True)][int(model is None and len(urls) == 2) :]:
         both = zip(neutral, values, strict=True)
         batch = make_batch([one.with_fields(rollout_log_probs=own) for one, own in both], has_training=True)
         level = mismatch(batch)
@@ -352,7 +353,7 @@ def compare_servers(
         notes += [*risks, what + ("no token can be compared" if level is None else str(level))]
         gaps = [np.abs(logit_gap(one, one.rollout_log_probs, one.train_log_probs)) for one in batch]
         if np.isfinite(np.concatenate(gaps)).any():
-            compared.append(Rescored(url, batch, gaps, float(np.nanmedian(np.concatenate(gaps)))))
+            compared.append(Rescored(url, _precision(info), batch, gaps, float(np.nanmedian(np.concatenate(gaps)))))
     nearest = min(compared, key=lambda one: one.median, default=None)
     found = [_judge(one, nearest, against) for one in compared if nearest]
     return notes, [item for item in found if item]
@@ -360,13 +361,13 @@ def compare_servers(
 
 def _judge(one: Rescored, nearest: Rescored, against: str) -> Finding | None:
     """By its precision, next to the nearest server, and next to the weights that the run began with."""
-    precision, gap, batch = _precision(one.url), one.median, one.batch
-    bar, ratio = LOGIT_GAPS[precision], max(gap, FLOOR) / max(nearest.median, FLOOR)
+    gap, batch = one.median, one.batch
+    bar, ratio = LOGIT_GAPS[one.precision], max(gap, FLOOR) / max(nearest.median, FLOOR)
     further = z_score([float(np.nansum(own - other)) for own, other in zip(one.gaps, nearest.gaps, strict=True)])
     odd = further > FAR_Z_SCORE and ratio > RATIO
     way = way_back(batch.samples, [sample.train_log_probs for sample in batch])
     fits = way is not None and way.share > NEAR_START and way.nearer > FAR_Z_SCORE
-    why = [f"where its precision ({precision}) explains {bar:g}"] if gap > bar else []
+    why = [f"where its precision ({one.precision}) explains {bar:g}"] if gap > bar else []
     why += [f"{ratio:.2g} times the nearest server's, {further:.0f} standard errors"] if odd else []
     why += ["and they fit the weights that the run began with better"] if fits else []
     if not why:
@@ -383,21 +384,8 @@ def _judge(one: Rescored, nearest: Rescored, against: str) -> Finding | None:
     return batch.finding("server_differs", "rollout", evidence, fix, batch.samples, **about)
 
 
-def _precision(url: str) -> str:
-    """A name of LOGIT_GAPS, by what the server tells of itself; "16 bits" where it tells nothing."""
-    from mismatch_plugin.sglang.client import RequestError, SGLangClient
-    from mismatch_plugin.sglang.control import ServerInfo
-
-    async def ask() -> ServerInfo:
-        async with SGLangClient(url, retries=0) as client:
-            return await client.server_info()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            info = asyncio.run(ask())
-        except (RequestError, ValueError, TypeError, LookupError):
-            return "16 bits"
+def _precision(info: ServerInfo) -> str:
+    """By what the server tells of itself; "16 bits" where it tells nothing."""
     cache = info.kv_cache_dtype not in (None, "auto", info.dtype, "float32", "bfloat16", "float16")
     if info.quantization or cache:
         return "quantised"

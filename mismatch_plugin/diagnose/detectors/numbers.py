@@ -12,9 +12,9 @@ import numpy as np
 
 from mismatch_plugin.core.validity import FLOOR, POSITIVE_TOLERANCE, ZERO_FILL_GAP
 from mismatch_plugin.data.arrays import Bools, Floats, Ints, is_null
-from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.data.sample import LogProbSide, Sample
 from mismatch_plugin.diagnose.batch import FIELD, Batch, Outcome
-from mismatch_plugin.diagnose.result import SIDES, Confidence, FaultName, Item, LogProbSide, place_of, too_few
+from mismatch_plugin.diagnose.result import SIDES, Confidence, FaultName, Item, place_of, too_few
 
 FILL_GAP = 0.5
 """Several exact 0.0 where the other side is below −0.5: certain tokens do not differ by that much."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from mismatch_plugin.diagnose.batch import Batch, Outcome
 from mismatch_plugin.diagnose.detectors import alignment, distribution, numbers, served, size, tokens, weights
-from mismatch_plugin.diagnose.result import CheckResult, FaultName, Finding, Item, Undecided
+from mismatch_plugin.diagnose.result import FaultName, Finding, Item, Undecided
 
 FAULTS: tuple[FaultName, ...] = (
     "label_reused", "other_weights", "stale_cache", "update_lost_in_precision", "server_differs", "token_ids",
@@ -84,10 +84,13 @@ DETECTORS = (
 NO_TRAINING = "there is no training side: give its log-probs, a checkpoint or a server"
 
 
-def check_batch(batch: Batch, *, accept: Collection[str] = (), found: Sequence[Item] = ()) -> CheckResult:
-    """Look for every fault. accept: faults that are meant: reported, but they do not make the batch faulty.
+def check_batch(
+    batch: Batch, *, accept: Collection[str] = (), found: Sequence[Item] = ()
+) -> tuple[list[Finding], list[Undecided], Batch]:
+    """(every fault, what could not be decided, the batch with what they explain undone).
 
-    found: what is known already, told first but for what the servers of the records told of themselves.
+    accept: faults that are meant: reported, but they do not make the batch faulty. found: what is known already, told
+    first but for what the servers of the records told of themselves.
     """
     given = batch
     items = [item for find in TOLD for item in find(batch)[0]]
@@ -108,10 +111,7 @@ def check_batch(batch: Batch, *, accept: Collection[str] = (), found: Sequence[I
         for item in items
         if isinstance(item, Undecided) and (left := tuple(fault for fault in item.faults if fault not in told))
     ]
-    before = size.mismatch(given)
-    after = before if batch is given else size.mismatch(batch)
-    fixed, compared = after if after != before else None, 0 if after is None else after.tokens
-    return CheckResult(tuple(findings), tuple(undecided), before, fixed, compared)
+    return findings, undecided, batch
 
 
 def _faults(items: Sequence[Item]) -> set[FaultName]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -65,13 +65,27 @@ def find_stale_server(batch: Batch) -> Outcome:
             if (name := key(sample)) not in (None, (None, None)):
                 groups[name].append((sample, relative))
         judged = {name: items for name, items in groups.items() if len(items) >= MIN_SAMPLES}
-        if finding := _furthest(batch, judged):
-            return [finding], batch
+        if (found := _furthest(judged)) is None:
+            continue
+        odd, others, told = found
+        samples = sorted((sample for name in odd for sample, _ in groups[name]), key=lambda sample: sample.index)
+        names, clear = ", ".join(map(called, odd)), _is_clear(told)
+        evidence = (
+            f"Responses of {names} ({len(samples)} samples) lie {told['ratio']:.2g} times as far from the training "
+            f"side as those of {', '.join(map(called, others[:4]))} (median logit gap {told['far']:.3g} against "
+            f"{told['near']:.3g}; in {told['area']:.0%} of pairs, p = {told['p']:.1g}), under the same versions and "
+            f"temperature: other weights there{'' if clear else ', or another precision or kernel'}."
+        )
+        about = {"of_samples": sum(map(len, judged.values())), "statistics": told}
+        about["confidence"] = "likely" if clear else "possible"
+        return [
+            batch.finding("stale_server", "rollout", evidence, BEHIND_FIX.format(which=names), samples, **about)
+        ], batch
     return [], batch
 
 
-def _furthest(batch: Batch, groups: dict[Hashable, Scored]) -> Finding | None:
-    """Each group against all that are nearer by RATIO."""
+def _furthest(groups: Mapping[Hashable, Scored]) -> tuple[list[Hashable], list[Hashable], dict[str, float]] | None:
+    """(groups that lie further off than all that are nearer by RATIO, those nearer than each of them, figures)."""
     middle = {name: float(np.median([gap for _, gap in items])) for name, items in groups.items()}
 
     def nearer(bar: float) -> list[Hashable]:
@@ -92,45 +106,33 @@ def _furthest(batch: Batch, groups: dict[Hashable, Scored]) -> Finding | None:
         return None
     others = nearer(min(middle[name] for name in odd))
     near, far = float(np.median(gaps(others))), float(np.median(gaps(odd)))
-    clear = far >= CLEAR_RATIO * near and far >= PRECISION
-    samples = sorted((sample for name in odd for sample, _ in groups[name]), key=lambda sample: sample.index)
-    names = ", ".join(map(called, odd))
     area, p = min(tests[name][0] for name in odd), max(tests[name][1] for name in odd)
-    evidence = (
-        f"Responses of {names} ({len(samples)} samples) lie {far / near:.2g} times as far from the training side as "
-        f"those of {', '.join(map(called, others[:4]))} (median logit gap {far:.3g} against {near:.3g}; in {area:.0%} "
-        f"of pairs, p = {p:.1g}), under the same versions and temperature: other weights there"
-        f"{'' if clear else ', or another precision or kernel'}."
-    )
-    about = {
-        "of_samples": sum(map(len, groups.values())),
-        "statistics": {"ratio": far / near, "far": far, "near": near, "area": area, "p": p},
-        "confidence": "likely" if clear else "possible",
-    }
-    return batch.finding("stale_server", "rollout", evidence, BEHIND_FIX.format(which=names), samples, **about)
+    return odd, others, {"ratio": far / near, "far": far, "near": near, "area": area, "p": p}
+
+
+def _is_clear(told: Mapping[str, float]) -> bool:
+    return told["far"] >= CLEAR_RATIO * told["near"] and told["far"] >= PRECISION
 
 
 def find_cached_further(batch: Batch) -> Outcome:
     """Without the plugin's word: samples with more than half of the prompt out of the cache (a template is in all of
     them), lie clearly further off than the others of one version and temperature."""
-    told = [(sample, gap) for sample, gap in score(batch) if sample.cached_tokens is not None]
-    cached = np.array([2 * (sample.cached_tokens or 0) > len(sample.prompt_ids) for sample, _ in told], dtype=bool)
-    if min(cached.sum(), (~cached).sum()) < MIN_SAMPLES:
+    groups: dict[Hashable, Scored] = {True: [], False: []}
+    for sample, gap in score(batch):
+        if sample.cached_tokens is not None:
+            groups[2 * sample.cached_tokens > len(sample.prompt_ids)].append((sample, gap))
+    found = _furthest(groups) if min(map(len, groups.values())) >= MIN_SAMPLES else None
+    if found is None or found[0] != [True] or not _is_clear(found[2]):
         return [], batch
-    gaps = np.array([gap for _, gap in told])
-    far, near = float(np.median(gaps[cached])), float(np.median(gaps[~cached]))
-    area, p = mann_whitney(gaps[cached], gaps[~cached])
-    if p > LARGEST_P or area < PAIRS_FURTHER or far < CLEAR_RATIO * near or far < PRECISION:
-        return [], batch
+    told, samples = found[2], [sample for sample, _ in groups[True]]
     evidence = (
-        f"{cached.sum()} samples with most of the prompt cached lie {far / near:.2g} times as far from the training "
-        f"side as {(~cached).sum()} others, under the same versions and temperature (in {area:.0%} of pairs, p = "
-        f"{p:.1g}): as if older weights had filled the cache."
+        f"{len(samples)} samples with most of the prompt cached lie {told['ratio']:.2g} times as far from the training "
+        f"side as {len(groups[False])} others, under the same versions and temperature (in {told['area']:.0%} of "
+        f"pairs, p = {told['p']:.1g}): as if older weights had filled the cache."
     )
-    about = {"of_samples": len(told), "statistics": {"ratio": far / near, "area": area, "p": p}}
+    about = {"of_samples": sum(map(len, groups.values())), "statistics": told, "confidence": "possible"}
     fix = f"{CACHE_FIX} The SGLang plugin of this package tells which weights made each cached token."
-    samples = [sample for (sample, _), most in zip(told, cached, strict=True) if most]
-    return [batch.finding("stale_cache", "rollout", evidence, fix, samples, confidence="possible", **about)], batch
+    return [batch.finding("stale_cache", "rollout", evidence, fix, samples, **about)], batch
 
 
 def find_split(batch: Batch) -> Outcome:

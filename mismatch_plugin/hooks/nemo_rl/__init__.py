@@ -28,8 +28,7 @@ from mismatch_plugin.config.documents import read_mapping
 from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.values import merge
 from mismatch_plugin.core.loss import PolicyLoss, sum_tokens, token_loss
-from mismatch_plugin.core.metrics.formulas import State
-from mismatch_plugin.core.metrics.registry import PREFIX, means
+from mismatch_plugin.core.metrics.registry import PREFIX, State, means
 from mismatch_plugin.core.objectives import kl_to_reference, score_function_kl
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.data.sampling import filter_bias

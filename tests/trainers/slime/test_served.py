@@ -63,7 +63,7 @@ def test_it_is_named_at_the_first_reply(name: str, trained: Runs, sources: Sourc
     first = found["findings"][0]
     assert (first["fault"], first["confidence"], status) == planted[:2] + planted[-1:], found["findings"]
     samples, replies = read(*sides(run, 1)).samples, 1
-    while planted.fault not in [item.fault for item in check_batch(make_batch(samples[:replies])).findings]:
+    while planted.fault not in [item.fault for item in check_batch(make_batch(samples[:replies]))[0]]:
         replies += 1
     print(f"{name}: {planted.fault} after {replies} of {len(samples)} replies: {first['evidence']}")
     assert replies == 1
