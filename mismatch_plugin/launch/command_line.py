@@ -44,7 +44,10 @@ def make_plan(host: Host, argv: Sequence[str], script: Path | None) -> tuple[Giv
         raise ValueError(f"{host.title} takes the plugin without the launcher: {host.door}.")
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        part = import_module(host.launch)
+        part, groups = import_module(host.launch), host.lacks.get("groups")
+        # What the host lacks comes before mistakes in its options.
+        if groups and (asked := peek(argv, {"--rs-group": {}})[0].rs_group) not in (None, "keep"):
+            raise ValueError(f"--rs-group {asked} cannot be had in {host.title}: {groups.why}. {groups.instead}")
         given = read_command_line(argv, part.FLAGS)
         plan = part.plan(host, given, script)
     lines = list(plan.lines)

@@ -225,7 +225,7 @@ SLIME = {
 }
 MILES = {
     "--use-tis": "= 2 token truncate 0.5 2 | ~sampling filter",
-    "--use-tis --use-rs --rs-group drop": "refused: --rs-group drop cannot be had in miles: it computes advantages",
+    "--use-tis --rs-group drop": "refused: --rs-group drop cannot be had in miles: it computes advantages itself",
     "--use-tis --rollout-top-p 0.9": "top_p 0.9 without a sampling mask | in [0.9, 1] | METRIC does not show it",
 }
 TABLES = {"verl": VERL, "nemo-rl": NEMO, "megatron-lm": MEGATRON, "slime": SLIME, "miles": MILES}
