@@ -9,6 +9,7 @@ import torch
 
 import mismatch_plugin as mp
 from examples.benchmarks.counting import OperationCounter, count
+from mismatch_plugin.core.segments import histogram
 
 FURTHER = (
     "sequence_sum:ratio:0.2:5", "sequence_max:ratio:0.2:5", "sequence_max:k2:0.5", "sequence_mean:k3:0.1",
@@ -141,9 +142,11 @@ def test_deterministic_mode_runs_nothing_that_it_refuses_on_cuda() -> None:
     try:
         found = correction(8, **settings)
         same = mp.correct(batch(8), mp.MismatchConfig(**settings)).statistics
+        counts = histogram(torch.tensor([-1.0, 0.0, 0.4, 0.9, 1.0, 2.0]), 4, 0.0, 1.0)
     finally:
         torch.use_deterministic_algorithms(False)
     assert not [name for name in found.kernels if name.startswith(("histc", "bincount", "kthvalue", "median"))]
+    assert counts.tolist() == [1, 1, 0, 2], "as torch.histc: both edges are inside"
     assert same.metrics() == usual.metrics() and same.thresholds() == usual.thresholds()
 
 

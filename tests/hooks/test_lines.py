@@ -108,7 +108,9 @@ VERL = {
     "RC.rollout_is=token MODE=gspo": "Settings in verl's YAML files, if any, are checked and printed | ~added: ACTOR",
     # verl's keys and ours on its line make one configuration, and get the loss that they need.
     "+RC.mismatch.use_tis=true +RC.mismatch.tis.level=geometric": f"= 2 geometric truncate | {LOSS}",
-    "RC={bypass_mode:true,mismatch:{metrics:full}}": f"= 1 token | {LOSS} | second forward pass: no",
+    "RC={bypass_mode:true,mismatch:{metrics:full}}": (
+        f"= 1 token | {LOSS} | second forward pass: no | metrics are verl's plain mean | ~the gate judges"
+    ),
     f"{REINFORCE} +RC.mismatch.tis.level=sequence": f"= 3 sequence | {LOSS} | loss_mode mismatch is algorithm 3 here",
     "RC.rollout_rs=token_k1 RC.rollout_rs_threshold='0.5_2' +RC.mismatch.rs.criteria=[sequence_max:k2:0.5]": (
         "rejection: token_ratio in [0.5, 2], sequence_max_k2 in [0, 0.5]"
@@ -116,12 +118,15 @@ VERL = {
     f"{REINFORCE} MODE=mismatch": "= 3 none truncate | ~eps_clip | made in the workers' loss, micro-",
     "RC.rollout_is=token RC.rollout_is_threshold='0.5_5.0' MODE=mismatch": "= 2 token mask 0.5 5",
     "RC.rollout_is=token MODE=mismatch": "algorithm 2: decoupled PPO | made by verl's own function | ~invalid rollout",
+    "RC.rollout_is=token +RC.mismatch.gate_kl=0.1": "the gate judges the rollout batch | ~verl's plain mean",
     "RC.rollout_is=token RC.rollout_rs=token_k2 RC.rollout_rs_threshold=1 +RC.mismatch.denominator=original": (
         "rejected tokens still count | weights and rejection are made on the driver, over the rollout batch"
     ),
     "+RC.mismatch.use_rollout_log_probs=true": "contradicts verl's RC.bypass_mode",
     "RC.bypass_mode=true +RC.mismatch.use_tis=true": "(in bypass mode loss_type), which makes it False",
     "+RC.mismatch.preset=pg_is": "RC.bypass_mode=true and RC.loss_type=reinforce",
+    f"{REINFORCE} +RC.mismatch.preset=pg_is": "= 3 sequence truncate",
+    "RC.bypass_mode=true +RC.mismatch.preset=ppo_is_bypass": "= 1 token",
     "RC.rollout_is=token +RC.mismatch.preset=token_is": "is next to mismatch.preset token_is",
     f"{REINFORCE} +RC.mismatch={{denominator:accepted,rs:{{veto_threshold:1e-4}}}}": "Choose auto or original",
     # What batch normalisation is over.
@@ -165,7 +170,10 @@ NEMO = {
     "grpo.num_prompts_per_step=8 --use-tis --tis-level sequence --tis-upper-bound 3": (
         "= 2 sequence truncate 0.333333 3 ppo | clip 0.2 0.3 | seq-mean-token-mean | by the step's sequences"
     ),
-    "--use-tis loss_fn.token_level_loss=true": "by the step's tokens; rejected ones still count | ~sampling filter",
+    "--use-tis loss_fn.token_level_loss=true": (
+        "by the step's tokens; rejected ones still count | means only, exact | ~sampling filter | ~the gate judges"
+    ),
+    "--use-tis --mismatch-gate-kl 0.1": "the gate judges each micro-batch",
     # Without a type NeMo-RL bounds nothing, whatever its ratio says: our bound holds.
     f"{CORRECTED} loss_fn.TRUNCATED_ratio=null --use-tis": "= 2 token truncate 0.5 2",
     f"{BOUNDED}=icepop loss_fn.TRUNCATED_ratio_min=0.5 --use-tis": "= 2 token mask 0.5 2",

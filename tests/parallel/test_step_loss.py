@@ -105,7 +105,11 @@ def test_micro_batches_are_one_step(settings: dict[str, Any]) -> None:
     """The step's mean weight and denominators, in loss, gradients and metrics; also where gradients accumulate."""
     config = made(**settings)
     loss, gradient, metrics = step(config, WHOLE)
-    others = [step(config, CUT)]
+    leaves = [row.clone().requires_grad_() for row in data().current]
+    (alone,) = parts_of(config, WHOLE, leaves)
+    alone.loss.backward()
+    own = alone.loss.item(), torch.cat([given(leaf.grad) for leaf in leaves]), metrics
+    others = [own, step(config, CUT)]
     if config.other_terms and (config.normalizes or config.rejects):
         with pytest.raises(ValueError, match=r"a KL term cannot be accumulated: .* divides the policy term alone"):
             step(config, CUT, accumulate=True)

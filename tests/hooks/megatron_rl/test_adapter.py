@@ -65,6 +65,11 @@ def test_every_setting_equals_policy_loss(layout: str, algorithm: str, level: st
     mine, theirs = statistics.metrics(), reference.statistics.metrics()
     assert mine == pytest.approx({name: theirs[name] for name in mine}, rel=1e-10, abs=1e-12)
     assert {"rollout_corr/pg_loss", "rollout_corr/ref_kl"} <= mine.keys()
+    if algorithm == "3":  # Megatron's clip fractions are of the weights' bounds
+        ratios, trained = (data["current"] - data["rollout"]).exp(), mask != 0
+        above, below = (ratios > config.tis.upper) & trained, (ratios < config.tis.lower) & trained
+        assert torch.equal(terms.truncated_from_above, above) and torch.equal(terms.truncated_from_below, below)
+        assert (above | below).any()
 
 
 @pytest.fixture(scope="module")
