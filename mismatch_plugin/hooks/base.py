@@ -409,8 +409,9 @@ def version_line(host: Host, folders: Sequence[Path] = ()) -> str:
     found = f"{host.name} {_shown(version, commit)}"
     if commit == host.commit if commit and host.commit else version == host.version:
         return f"host: {found}, the tested version"
+    other = "is not" if version or (commit and host.commit) else "may not be"
     return (
-        f"! host: {found} is not the tested version, {tested}. Use that one, or look at the loss and the metrics of "
+        f"! host: {found} {other} the tested version, {tested}. Use that one, or look at the loss and the metrics of "
         f"the first steps before a long run"
     )
 
