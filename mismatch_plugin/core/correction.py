@@ -225,10 +225,9 @@ def given_correction(
     tokens = select_tokens(train_T, packed.loss_mask, None)
     columns = [Column("tokens", tokens.mask), *(further(tokens) if further is not None else ())]
     names, partials = segment_sums(columns, packed.offsets)
-    sums = partials if groups is None else groups.sum(partials)
-    sums_N = named_rows(names, sums)
+    sums_N = named_rows(names, partials if groups is None else groups.sum(partials))
     weights = torch.where(packed.loss_mask, weights_T.to(tokens.mask.dtype), 0.0)
-    nothing, counts_N = sums.new_zeros(0), sums_N["tokens"]
+    nothing, counts_N = partials.new_zeros(0), sums_N["tokens"]
     statistics = Statistics(nothing, nothing, (), (), config)
     return Correction(weights, tokens.mask, statistics, tokens, counts_N, counts_N, sums_N=sums_N)
 

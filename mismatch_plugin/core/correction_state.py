@@ -43,12 +43,6 @@ class CorrectionState:
         "-name" for minima. sums_U: sums of each part.
     """
 
-    tokens_N: Tensor
-    divisor_N: Tensor
-    kept_N: Tensor
-    kept_U: Tensor
-    keep_T: Tensor
-
     def __init__(
         self, config: MismatchConfig, packed: PackedSequences, tokens: Tokens, judged: RejectionInputs, train_T: Tensor
     ) -> None:

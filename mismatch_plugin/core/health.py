@@ -185,8 +185,7 @@ _INVALID_TRAIN = Rule("invalid_train_{kind}", "fault", _INVALID.is_wrong, _INVAL
     "training log-probs are invalid",
     "Look at what the trainer computes: NaN, −inf, or a flipped sign; packed.invalid names sample and position.")
 # fmt: on
-ALL_RULES = (*RULES, _UPPER, _INVALID, _INVALID_TRAIN)
-"""Also those that are not of one metric."""
+ALL_RULES = (*RULES, _UPPER, _INVALID, _INVALID_TRAIN)  # also those that are not of one metric
 
 
 def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[HealthWarning]:

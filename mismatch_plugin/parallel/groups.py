@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -129,7 +129,7 @@ class ParallelGroups:
         """
         sums = _all_reduce(statistics.sums.clone(), self.dp_cp, dist.ReduceOp.SUM)
         maxima = _all_reduce(statistics.maxima.clone(), self.dp_cp, dist.ReduceOp.MAX)
-        return statistics.replace(sums, maxima)
+        return replace(statistics, sums=sums, maxima=maxima)
 
     def from_last_stage(self, values: Tensor) -> Tensor:
         """The last pipeline stage's values on every stage, in place. One broadcast; none without a pipeline."""

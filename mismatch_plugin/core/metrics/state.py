@@ -71,10 +71,6 @@ class Statistics:
         """What it is about: the names of its sums and maxima, each vector once."""
         return tuple(dict.fromkeys(name.split("[")[0] for name in (*self.sum_names, *self.maximum_names)))
 
-    def replace(self, sums: Tensor, maxima: Tensor) -> Statistics:
-        """This state with reduced tensors (what an all-reduce returned) in place of the local ones."""
-        return replace(self, sums=sums, maxima=maxima)
-
     def with_vector(self, names: tuple[str, ...], values: Tensor) -> Statistics:
         """This state with further sums appended: a float64 vector of as many elements as there are names."""
         return replace(self, sums=torch.cat([self.sums, values]), sum_names=(*self.sum_names, *names))

@@ -11,6 +11,7 @@ trainer = CorrectedGRPOTrainer(mismatch=mp.preset("token_is"), model=…, reward
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,9 +75,10 @@ class CorrectionMixin:
         )
         correction = correct(packed, config)
         statistics = correction.statistics
-        metrics = statistics.replace(
-            self.accelerator.reduce(statistics.sums, reduction="sum"),
-            self.accelerator.gather(statistics.maxima.unsqueeze(0)).amax(0),
+        metrics = replace(
+            statistics,
+            sums=self.accelerator.reduce(statistics.sums, reduction="sum"),
+            maxima=self.accelerator.gather(statistics.maxima.unsqueeze(0)).amax(0),
         ).metrics()  # raises where a log-prob is invalid, on every process
         if old is not None:  # else there is nothing that the sampler was compared with
             logged = self._metrics["train" if self.model.training else "eval"]
