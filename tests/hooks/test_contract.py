@@ -191,6 +191,14 @@ def _prime_total(words: str, data: dict[str, Tensor], current: Tensor) -> Tensor
         )  # fmt: skip
         made = prime_rl.policy_loss(inputs, flags=words)
         assert all(values.shape == (int(mask.sum()),) for values in made.metrics.values())
+        packed = mp.PackedSequences(
+            loss_mask=mask, lengths=(6,), rollout_log_probs=data["rollout"][row], advantages=inputs.advantages
+        )
+        ours = mp.policy_loss(current[row], packed, prime_rl.settings(flags=words)).statistics.metrics()
+        ours["rollout_corr/rollout_is_masked_fraction"] = 1.0 - ours["rollout_corr/accepted_token_fraction"]
+        for name in ("kl", "k3_kl", "rollout_is_ratio_mean", "rollout_is_masked_fraction"):
+            mean = float(made.metrics[f"rollout_corr/{name}"].detach().mean())
+            assert mean == pytest.approx(ours[f"rollout_corr/{name}"], rel=1e-6, abs=1e-9), name
         total = total + made.loss
     return total
 

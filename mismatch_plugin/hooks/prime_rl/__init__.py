@@ -68,7 +68,7 @@ def policy_loss(inputs: Any, **kwargs: Any) -> LossOutputs:
         "k3_kl": k3(log_ratio),
         "rollout_is_ratio_mean": bounded_exp(log_ratio),
         "rollout_is_weight_after_mean": correction.applied,
-        "rollout_is_masked_fraction": 1.0 - correction.keep,
+        "rollout_is_masked_fraction": 1.0 - correction.keep,  # with the veto's
     }
     columns |= {f"actor_{name}": column.float() for name, column in token.clip_columns()}
     return LossOutputs(losses.sum(), {PREFIX + name: column[token.selected] for name, column in columns.items()})
