@@ -55,6 +55,17 @@ def test_long_responses_in_float32_keep_their_digits(mode: str) -> None:
         assert metrics["rollout_is_weight_after_std"] == pytest.approx(0.0, abs=1e-3)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence", "prefix"])
+def test_a_ratio_at_its_bound_is_inside(level: str) -> None:
+    """For mask mode, a criterion, and the shares above and below."""
+    bounds = {"lower_bound": math.exp(-0.5), "upper_bound": math.exp(0.5)}  # whose logs are −0.5 and 0.5
+    settings = {"use_tis": True, "tis": {"level": level, "mode": "mask", **bounds}, "rs": {"criteria": [bounds]}}
+    metrics = metrics_of(of_log_ratios([[0.5], [-0.5]]), **settings)
+    shares = ("fraction_high", "fraction_low", "seq_fraction_high", "seq_fraction_low")
+    assert [metrics[f"rollout_is_ratio_{name}".replace("ratio_seq", "seq")] for name in shares] == [0.0] * 4
+    assert metrics["accepted_token_fraction"] == 1.0
+
+
 def test_what_does_not_merge_says_so() -> None:
     """A default bound that was given is reported for and makes columns: ranks must not learn that in a reduction."""
     plain = config()
