@@ -99,7 +99,7 @@ READ: list[tuple[Changes, str, tuple[Any, ...]]] = [
     # a mis.yaml, and our own keys next to it: rejection's missing lower bound is that of TIS
     (HOOK | MIS, TIS, ("clip", 4.0, 0.3)),
     (HOOK | MIS, "tis.level tis.batch_normalize rs.veto_threshold", ("sequence", True, 1e-4)),
-    (HOOK | {**TWICE, "mismatch_preset": "pg_is", "tis_mode": "clip"}, "algorithm tis.mode", (3, "clip")),
+    (HOOK | {**TWICE, "mismatch_preset": "pg_is", "tis_mode": "clip"}, "algorithm tis.level", (3, "sequence")),
     (WHOLE | TWICE | {"tis_level": "none", "use_rs": True, "rs_upper_bound": 2.0}, "algorithm tis.level", (3, "none")),
 ]  # fmt: skip
 
