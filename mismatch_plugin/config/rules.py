@@ -184,7 +184,7 @@ def outside_known_range(config: Settings) -> list[tuple[bool, str]]:
 
 def bound_warnings(config: Settings, response_length: object = None) -> list[str]:
     """Sentences on weights that do harm: an upper bound that is none, or hides a smaller step, and products of ratios
-    of which a typical one, e^(−KL · tokens), vanishes (a turn counts as a response).
+    of which a typical one, e^(−KL · tokens), vanishes (a turn counts as a response; prefix: half of one).
 
     response_length: a host's value; what is no number, such as a reference to another key, is not known."""
     tis = config.tis
@@ -192,10 +192,16 @@ def bound_warnings(config: Settings, response_length: object = None) -> list[str
         return []
     fault = tis.upper_bound_fault
     notes = [f"--tis-upper-bound {tis.upper_bound:g}: {fault}. 2 is usual."] if fault else []
-    lowers = tis.unit.multiplies and tis.mode != "clip"  # clip: no weight is below lo
-    if lowers and isinstance(response_length, int) and -response_length * USUAL_KL < VANISHING_LOG_WEIGHT:
-        notes.append(
-            f"--tis-level {tis.level} over {response_length} tokens: at KL {USUAL_KL:g} a typical product of ratios is "
-            f"{math.exp(-response_length * USUAL_KL):.2g}, so that little of the gradient is left. Choose token level."
-        )
+    if tis.unit.multiplies and isinstance(response_length, int):
+        length, product = response_length, "of ratios"
+        if tis.unit.needs_second_reduction:
+            length, product = response_length / 2, "up to the middle token"
+        typical = math.exp(-length * USUAL_KL)
+        floor = tis.lower if tis.mode == "clip" and not tis.bound_growth else 0.0
+        if max(typical, floor) < math.exp(VANISHING_LOG_WEIGHT):
+            harm = "few responses carry" if tis.batch_normalize else "little is left of"
+            notes.append(
+                f"--tis-level {tis.level} over {response_length} tokens: at KL {USUAL_KL:g} a typical product "
+                f"{product} is {typical:.2g}, so that {harm} the gradient. Choose token level."
+            )
     return notes

@@ -165,10 +165,10 @@ def compute_correction(
             sums, sums_of_parts = both.split([partials.numel(), part_sums.numel()])
             partials, part_sums = sums.view_as(partials), sums_of_parts.view_as(part_sums)
         state.read(names, partials)
-        state.read_parts(part_names, part_sums)
+        state.sums_U = named_rows(part_names, part_sums)
     else:
         state.read(names, partials if groups is None else groups.sum(partials))
-        state.read_parts(names, None)
+        state.sums_U = state.sums_N
     maxima_N = rejection.sequence_maxima(config, judged, packed.offsets)
     if maxima_N and groups is not None:
         maxima = groups.max(torch.stack(list(maxima_N.values())))

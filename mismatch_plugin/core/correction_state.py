@@ -94,10 +94,6 @@ class CorrectionState:
         self.sums_N |= sums_N
         self.means_N |= named_rows(names, partials_KN / self.divisor_N)
 
-    def read_parts(self, names: Sequence[str], partials_KC: Tensor | None) -> None:
-        """Take the reduced sums of the parts."""
-        self.sums_U = self.sums_N if partials_KC is None else named_rows(names, partials_KC)
-
     @cached_property
     def log_ratio_U(self) -> Tensor:
         """The aggregated log-ratio of every unit, unclamped; 0 at padding."""

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 _INTEGER_FIELDS = ("positions", "weight_versions", "unit_ids")
 HALF = (torch.bfloat16, torch.float16)
 """Dtypes that are widened to float32: sums over a response would lose all digits."""
-_TOKEN_FIELDS = (
-    "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "entropy", *_INTEGER_FIELDS
-)  # fmt: skip
+_TOKEN_FIELDS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "entropy", *_INTEGER_FIELDS)
 _ONE_POLICY = (
     "old_log_probs and train_log_probs are two names of log π_old, the policy before the step: give one of them. "
     "π_θ goes to policy_loss as log_probs."

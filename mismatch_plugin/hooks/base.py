@@ -7,6 +7,7 @@ one `MismatchConfig` that comes out.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -21,6 +22,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NoReturn
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
 from mismatch_plugin.config import MismatchConfig, bound_warnings
 from mismatch_plugin.config.documents import read_mapping
@@ -433,13 +436,16 @@ def _holder(inside: str, folders: Sequence[Path]) -> Path | None:
 
 def read_version(host: Host, root: Path) -> tuple[str | None, str | None]:
     """(version of the distribution that is installed in this folder, or from it to be edited there; commit of a
-    checkout, 40 hex digits), each None where there is none."""
+    checkout, 40 hex digits), each None where there is none. A checkout may hold its packages in src."""
     root = root.resolve()
+    checkout = root.parent if root.name == "src" else root
+    version = None
     for found in metadata.distributions(name=host.distribution or host.name):
-        source = found.read_text("direct_url.json") or ""
-        if Path(str(found.locate_file(""))).resolve() == root or f'"{root.as_uri()}"' in source:
-            return found.version, _checked_out(root)
-    return None, _checked_out(root)
+        url = json.loads(found.read_text("direct_url.json") or "{}").get("url")
+        edited = url is not None and Path(url2pathname(urlparse(url).path)).resolve() == checkout
+        if edited or Path(str(found.locate_file(""))).resolve() == root:
+            version = version or found.version
+    return version, _checked_out(checkout)
 
 
 def _checked_out(root: Path) -> str | None:

@@ -292,11 +292,14 @@ BOUNDED: list[tuple[str, object, str]] = [
     ("--use-tis --tis-upper-bound 101", None, "--tis-upper-bound 101: one weight can outweigh 100"),
     (SEQUENCE, 100, ""),
     (SEQUENCE, "8192", ""),  # a host's reference to another key: not known
-    (SEQUENCE, 8192, "over 8192 tokens: at KL 0.001 a typical product of ratios is 0.00028, so"),
-    (SEQUENCE.replace("sequence", "prefix"), 8192, "a typical product"),
+    (SEQUENCE, 8192, "over 8192 tokens: at KL 0.001 a typical product of ratios is 0.00028, so that little"),
+    (f"{SEQUENCE} --tis-batch-normalize", 8192, "is 0.00028, so that few responses carry the gradient"),
+    (SEQUENCE.replace("sequence", "prefix"), 8192, "product up to the middle token is 0.017"),
+    (SEQUENCE.replace("sequence", "prefix"), 3999, ""),
     (SEQUENCE.replace("sequence", "geometric"), 8192, ""),
     ("--use-tis", 8192, ""),
     (f"{SEQUENCE} --tis-mode clip", 8192, ""),  # no weight is below 1/2
+    (f"{SEQUENCE} --tis-mode clip --tis-lower-bound 0", 2001, "is 0.14"),
     (GAMMA, 8192, "a typical product"),
 ]
 

@@ -70,29 +70,30 @@ def _git(root: Path, *words: str) -> str:
     return subprocess.run(["git", *name, *words], cwd=root, check=True, capture_output=True, text=True).stdout
 
 
-@pytest.mark.parametrize("edited", [False, True])
+@pytest.mark.parametrize("how", ["installed", "edited", "edited src"])
 def test_the_line_says_whether_it_is_the_tested_version(
-    edited: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a folder that holds a distribution, and of one that is installed to be edited."""
-    root = tmp_path / "tree"
+    """Of a folder that holds a distribution, and of checkouts that are installed to be edited."""
+    checkout = tmp_path / "a tree"
+    root = checkout / "src" if how == "edited src" else checkout
     (root / VERL.inside).mkdir(parents=True)
     unknown = "! host: verl of unknown version may not be the tested version, 0.9.1. Use"
     assert version_line(VERL, [root]).startswith(unknown)
-    place = tmp_path / "site" if edited else root
+    place = root if how == "installed" else tmp_path / "site"
     installed = place / "verl-0.3.0.dist-info"
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: verl\nVersion: 0.3.0\n")
-    if edited:
-        (installed / "direct_url.json").write_text(json.dumps({"url": root.as_uri()}))
+    if how != "installed":
+        (installed / "direct_url.json").write_text(json.dumps({"url": checkout.as_uri()}))
     monkeypatch.syspath_prepend(str(place))
     tested = replace(VERL, version="0.3.0")  # a release: the number is enough
     assert version_line(tested, [tmp_path, root]) == "host: verl 0.3.0, the tested version"
     wanted = "! host: verl 0.3.0 is not the tested version, 0.9.1. Use that one, or look at"
     assert version_line(VERL, [root]).startswith(wanted)
     for words in (["init", "-q"], ["add", "."], ["commit", "--allow-empty", "-qm", "one"]):
-        _git(root, *words)
-    commit = _git(root, "rev-parse", "HEAD").strip()
+        _git(checkout, *words)
+    commit = _git(checkout, "rev-parse", "HEAD").strip()
     at = f"0.3.0 at {commit[:10]}"
     assert version_line(replace(VERL, version="x", commit=commit), [root]) == f"host: verl {at}, the tested version"
     other = replace(VERL, version="0.3.0", commit="fedcba9876543210")  # the same number by name only

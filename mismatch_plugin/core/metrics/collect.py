@@ -381,8 +381,8 @@ def full_diagnostics(state: CorrectionState, counts_sequences: bool) -> tuple[di
     return sums, maxima
 
 
-def _by_bucket(bucket: Tensor, size: int, values: Tensor) -> Tensor:
-    return values.new_zeros(size).index_add_(0, bucket, values)
+def _by_bucket(place: Tensor, size: int, values: Tensor) -> Tensor:
+    return values.new_zeros(size).index_add_(0, place, values)
 
 
 def bucket(values: Tensor, edges: tuple[float, ...]) -> Tensor:

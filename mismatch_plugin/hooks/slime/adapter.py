@@ -73,10 +73,10 @@ def pack_local(
     wholes = [padded_length(length, "zigzag", size) for length in padded or totals]
     prompts = [total - response for total, response in zip(totals, responses, strict=True)]
     held = []
-    for whole, prompt, response in zip(wholes, prompts, responses, strict=True):
+    for whole, prompt, response in zip(wholes, prompts, responses, strict=True) if size > 1 else ():
         at = local_positions(whole, "zigzag", size, rank) + 1 - prompt  # in the response, of the token predicted there
         held.append(at[(at >= 0) & (at < response)])
-    lengths = tuple(map(len, held))
+    lengths = tuple(map(len, held)) if size > 1 else tuple(responses)
     for sample, (mask, response) in enumerate(zip(masks, responses, strict=True)):
         if mask.shape != (response,):
             raise ValueError(
