@@ -113,6 +113,15 @@ def test_every_rule_is_planted() -> None:
     assert {rule.metric for rule in ALL_RULES} == {row[0] for row in PLANTED} | others
 
 
+def test_a_value_at_its_bar_is_well() -> None:
+    """Which the docs state as "above" and "below"."""
+    bars = {"kl": 0.1, "rollout_is_ratio_mean": 0.5, "rollout_is_ratio_std": 1.0, "chi2_token": 1.0, "sequences": 30.0}
+    bars |= {"rollout_is_ratio_eff_sample_size": 0.3, "rollout_is_ratio_unit_eff_sample_size": 0.3}
+    bars |= {"rollout_is_weight_after_mean": 0.5, "rollout_is_veto_fraction": 0.1, "accepted_token_fraction": 0.5}
+    bars |= {"rollout_is_weight_after_seq_eff_sample_size": 0.3, "seq_log_ratio_mean": -2.0}
+    assert mp.check_health({PREFIX + name: value for name, value in bars.items()}, config(**weighted("sequence"))) == []
+
+
 def test_what_clips_before_an_update_and_far_from_pi_old() -> None:
     """Shifted by one the clip acts on a third of random log-probs; an update of .1 nats leaves a few percent. Bypass
     anchors at π_rollout, where at r = 1.5 with A > 0 it is active before any update was made."""

@@ -114,7 +114,12 @@ def test_every_declared_metric_is_reachable_and_documented() -> None:
     seen: set[str] = set()
     for level in ("token", "turn", "sequence", "geometric", "prefix"):
         settings = config(**weighted(level, batch_normalize=True), **rest)
-        seen |= set(mp.policy_loss(packed.old_log_probs, packed, settings).statistics.metrics())
+        statistics = mp.policy_loss(packed.old_log_probs, packed, settings).statistics
+        seen |= set(statistics.metrics())
+        shares = [
+            f"{PREFIX}rollout_rs_token_ratio_{name}" for name in ("masked_fraction", "fraction_high", "fraction_low")
+        ]
+        assert {*shares, f"{PREFIX}rollout_rs_sequence_max_k2_seq_masked_fraction"} <= {*statistics.metrics(True)}
     state = State({"one@tokens": 1.0, "one@sequences": 1.0}, {}, config())
     with pytest.raises(KeyError, match="raito"):
         Metric("kl", "", "tokens", "one", Mean("raito")).form(state)
