@@ -104,11 +104,7 @@ def rescore(
     async def ask() -> tuple[list[Floats], ServerInfo]:
         sequences = [[*one.prompt_ids.tolist(), *one.response_ids.tolist()] for one in records]
         async with SGLangClient(url, retries=1, vocab_size=vocab_size) as client:
-            scored = await client.rescore(sequences)
-            try:
-                return scored, await client.server_info(attempts=1)
-            except (RequestError, ValueError, TypeError, LookupError):
-                return scored, ServerInfo()
+            return await client.rescore(sequences), client.info or ServerInfo()
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", MismatchWarning)

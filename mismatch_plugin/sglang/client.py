@@ -172,7 +172,7 @@ class SGLangClient(ServerControl):
 
     @property
     def _vocabulary(self) -> int | None:
-        return self._vocab_size or (self._info.vocab_size if self._info is not None else None)
+        return self._vocab_size or (self.info.vocab_size if self.info is not None else None)
 
     async def _run(
         self, prompts: Sequence[TokenIds], each: int, one: Callable[[int, list[int]], Awaitable[T]]

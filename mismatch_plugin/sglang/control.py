@@ -113,7 +113,7 @@ class ServerControl:
 
     def __init__(self, server: Server, retries: int, verify_updates: bool) -> None:
         self._server, self._attempts, self._verifies = server, 1 + retries, verify_updates
-        self._info: ServerInfo | None = None
+        self.info: ServerInfo | None = None  # what `server_info` told last
         self._warned: set[str] = set()
         self.fingerprint: str | None = None
         """Of the weights that the last update sent, if the server has our plugin and they were compared with what
@@ -131,12 +131,12 @@ class ServerControl:
             if not isinstance(answer.json, dict):
                 raise RequestError("content", f"{path} did not answer with a JSON object", answer.attempts)
             told |= {key: value for key, value in answer.json.items() if value is not None}
-        self._info = ServerInfo.model_validate(told)
-        for risk in self._info.risks():
+        self.info = ServerInfo.model_validate(told)
+        for risk in self.info.risks():
             if risk not in self._warned:
                 self._warned.add(risk)
                 warnings.warn(f"{self._server.url}: {risk}", MismatchWarning, stacklevel=2)
-        return self._info
+        return self.info
 
     async def pause(self, mode: PauseMode = "retract") -> None:
         """Stop generating. Running requests return what they have (abort), or wait to be computed again (retract)."""
@@ -169,7 +169,7 @@ class ServerControl:
         WeightUpdateError."""
         pairs = _checked(named_tensors)
         async with self._updating(version, pairs):
-            workers = (self._info or await self.server_info()).tp_size
+            workers = (self.info or await self.server_info()).tp_size
             body = {"serialized_named_tensors": [serialised(pairs)] * workers}
             body |= {"weight_version": str(version), "flush_cache": True}
             await self._post("/begin_weight_update", {}, confirmed=True)
