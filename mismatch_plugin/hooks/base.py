@@ -420,8 +420,9 @@ def version_line(host: Host, folders: Sequence[Path] = ()) -> str:
 
 
 def _shown(version: str | None, commit: str | None) -> str:
-    named = version or ("" if commit else "of unknown version")
-    return f"{named} at {commit[:10]}".strip() if commit else named
+    known = [version] if version else []
+    known += [f"at {commit[:10]}"] if commit else []
+    return " ".join(known) or "of unknown version"
 
 
 def _holder(inside: str, folders: Sequence[Path]) -> Path | None:

@@ -7,7 +7,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -22,9 +22,11 @@ from mismatch_plugin.diagnose.detectors.size import mismatch
 from mismatch_plugin.diagnose.normal import LOGIT_GAPS
 from mismatch_plugin.diagnose.result import Finding
 from mismatch_plugin.diagnose.scorers import Checkpoint, rescore, with_reference, with_training
-from mismatch_plugin.sglang.control import ServerInfo
 from mismatch_plugin.sglang.delivered import Delivered, of_sums, sampled, sums
 from mismatch_plugin.sglang.http import shown
+
+if TYPE_CHECKING:
+    from mismatch_plugin.sglang.control import ServerInfo
 
 MIN_SAMPLES, FAR_Z_SCORE = 8, 4.0
 NEAR_START, BEYOND_LABELS = 0.75, 0.35

@@ -68,15 +68,18 @@ def pack_local(
     Raises ValueError where a field does not cover this rank's tokens of a sample.
     """
     masks, totals, responses = batch["loss_masks"], batch["total_lengths"], batch["response_lengths"]
-    padded = batch.get("max_seq_lens") if getattr(args, "qkv_format", "thd") == "bshd" else None
     size, rank = groups.cp_size, groups.cp_rank
-    wholes = [padded_length(length, "zigzag", size) for length in padded or totals]
-    prompts = [total - response for total, response in zip(totals, responses, strict=True)]
-    held = []
-    for whole, prompt, response in zip(wholes, prompts, responses, strict=True) if size > 1 else ():
-        at = local_positions(whole, "zigzag", size, rank) + 1 - prompt  # in the response, of the token predicted there
-        held.append(at[(at >= 0) & (at < response)])
-    lengths = tuple(map(len, held)) if size > 1 else tuple(responses)
+    lengths, held, chunks = tuple(responses), [], []
+    if size > 1:
+        padded = batch.get("max_seq_lens") if getattr(args, "qkv_format", "thd") == "bshd" else None
+        for length, total, response in zip(padded or totals, totals, responses, strict=True):
+            whole, prompt = padded_length(length, "zigzag", size), total - response
+            at = local_positions(whole, "zigzag", size, rank) + 1 - prompt  # in the response, of the predicted token
+            held.append(at[(at >= 0) & (at < response)])
+            if "chunk_lengths" in needs:
+                chunk = (held[-1] + prompt - 1) // (whole // (2 * size))
+                chunks.append(tuple(chunk.bincount(minlength=2 * size).tolist()))
+        lengths = tuple(map(len, held))
     for sample, (mask, response) in enumerate(zip(masks, responses, strict=True)):
         if mask.shape != (response,):
             raise ValueError(
@@ -104,9 +107,7 @@ def pack_local(
             unit_ids, counts = PackedSequences(loss_mask=mask != 0, lengths=tuple(responses)).unit_numbers()
             fields |= {"unit_ids": unit_ids[index], "unit_counts": counts}
         if "chunk_lengths" in needs:
-            before = zip(held, prompts, wholes, strict=True)
-            chunks = [(at + prompt - 1) // (whole // (2 * size)) for at, prompt, whole in before]
-            fields["chunk_lengths"] = tuple(tuple(chunk.bincount(minlength=2 * size).tolist()) for chunk in chunks)
+            fields["chunk_lengths"] = tuple(chunks)
         mask = mask[index]
     return PackedSequences(loss_mask=mask != 0, lengths=lengths, **fields)
 
