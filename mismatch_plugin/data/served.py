@@ -70,6 +70,11 @@ class LastUpdate(Told):
     """Share, by values, of some hundred elements of each matrix of each rank (of a pipeline, of its first stage)."""
 
 
+def below_16_bits(quantization: str | None, kv_cache_dtype: str | None) -> bool:
+    """Whether a server quantises its weights or its KV cache."""
+    return quantization is not None or str(kv_cache_dtype).startswith(("fp8", "fp4", "int"))
+
+
 class Served(Told):
     """The object under `META_KEY` of one reply."""
 

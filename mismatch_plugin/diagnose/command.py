@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -18,13 +17,8 @@ CANNOT_READ = 2
 _dump = partial(typer.Option, rich_help_panel="Dump")
 _settings = partial(typer.Option, rich_help_panel="Your settings")
 _output = partial(typer.Option, rich_help_panel="Output")
+Precision = Literal["fp32", "fp16", "bf16", "fp8", "fp4", "int8", "int4"]
 _OF_BOTH = {"path", "config", "preset", "flags", "gate", "gate_kl", "out", "no_report", "as_json"}
-
-
-class Precision(str, Enum):
-    """Of an engine or a trainer."""
-
-    fp32, fp16, bf16, fp8, fp4, int8, int4 = "fp32", "fp16", "bf16", "fp8", "fp4", "int8", "int4"
 
 
 def inspect(
@@ -50,7 +44,9 @@ def inspect(
     ] = None,
     host: Annotated[
         str | None,
-        _settings(help="Whose flags and settings: a trainer (slime, trl, …) or python. Default: the dump's trainer."),
+        _settings(
+            help="Whose flags and settings: a trainer (slime, trl, …), python, any. Default: the dump's trainer."
+        ),
     ] = None,
     engine: Annotated[Precision | None, _dump(help="Precision of the rollout engine, for what is normal.")] = None,
     trainer: Annotated[Precision | None, _dump(help="Precision of the trainer, for what is normal.")] = None,
@@ -95,6 +91,7 @@ def inspect(
     decided: too few tokens, or no training side to compare with; 4 stopped
     before the end (memory, stdout, an error of ours).
     """
+    from mismatch_plugin.core.health import DEFAULT_GATE_KL
     from mismatch_plugin.data.read import InputError
     from mismatch_plugin.diagnose.diagnosis import diagnose_files, own_settings
     from mismatch_plugin.diagnose.flags import TITLES
@@ -114,6 +111,8 @@ def inspect(
         if not path.exists():
             raise InputError(f"{path} is not there: give a dump, a folder of dumps, or a run's metrics.")
         own = own_settings(config, preset, flags)
+        bar = gate_kl if gate_kl is not None or own is None else own.gate_kl
+        bar = DEFAULT_GATE_KL if gate and bar is None else bar
         if kind_of(path) == "metrics":
             _refuse(context, {"run"} | _OF_BOTH, f"{path} holds a run's metrics")
             plots = path / "plots" if path.is_dir() else path.with_name(f"{path.stem}_plots")
@@ -123,8 +122,7 @@ def inspect(
                 run=run,
                 pictures=None if no_report else out or plots,
                 as_json=as_json,
-                gated=gate or gate_kl is not None,
-                bar=gate_kl,
+                bar=bar,
             )
             raise typer.Exit(status)
         if (path / "settings.json").exists():
@@ -134,7 +132,6 @@ def inspect(
             import torch
 
             torch.set_num_threads(1)  # several wait for one another: three times the CPU time, and no sooner
-        pair: dict[str, Any] = {"engine": engine and engine.value, "trainer": trainer and trainer.value, "moe": moe}
         diagnosis = diagnose_files(
             path,
             training,
@@ -149,9 +146,8 @@ def inspect(
             },
             own=own,
             accept=accept or (),
-            gate=gate or gate_kl is not None,
-            gate_kl=gate_kl,
-            hints=Hints(**pair),
+            bar=bar,
+            hints=Hints(engine, trainer, moe),
             one_step=one_step,
             expensive_pass=expensive_pass,
             brief=brief,
@@ -169,14 +165,14 @@ def inspect(
     if not (no_report or brief):
         where = path.resolve()  # "." has no name
         name = where.name if path.is_dir() else where.stem
-        written, note = _write_report(diagnosis, out or where.with_name(f"{name}_inspect"), host)
+        written, note = _write_report(diagnosis, out or where.with_name(f"{name}_inspect"))
     if as_json:
         typer.echo(diagnosis.model_dump_json(indent=2))
     else:
         from mismatch_plugin.diagnose.screen import show
         from mismatch_plugin.report.table import terminal
 
-        show(diagnosis, terminal(), host=host, report=written, brief=brief)
+        show(diagnosis, terminal(), report=written, brief=brief)
     if note:
         typer.echo(note, err=True)
     raise typer.Exit(diagnosis.exit_status)
@@ -192,15 +188,14 @@ def _refuse(context: typer.Context, meant: set[str], what: str) -> None:
         raise InputError(f"{what}: {', '.join(named)} {'is' if len(named) == 1 else 'are'} not for that; leave it out.")
 
 
-def _write_report(diagnosis: Diagnosis, folder: Path, host: str | None) -> tuple[Path | None, str]:
+def _write_report(diagnosis: Diagnosis, folder: Path) -> tuple[Path | None, str]:
     """`report.html` in a folder; its path, and a sentence where it could not be written."""
     page = folder / "report.html"
     try:
-        from mismatch_plugin.diagnose.flags import trainer_of
         from mismatch_plugin.diagnose.page import write_page
 
         folder.mkdir(parents=True, exist_ok=True)
-        write_page(diagnosis, page, host=host or trainer_of(diagnosis.format))
+        write_page(diagnosis, page)
     except ImportError as error:
         return None, f"no page: {error}: pip install 'mismatch-plugin[lab]'"
     except OSError as error:

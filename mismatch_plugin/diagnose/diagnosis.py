@@ -19,14 +19,12 @@ from mismatch_plugin.diagnose.detectors.served import note
 from mismatch_plugin.diagnose.detectors.size import mismatch
 from mismatch_plugin.diagnose.flags import config_of, trainer_of
 from mismatch_plugin.diagnose.measure import OF_PREDICTIONS, figures_of, groups_of, measure, packed_of, subset
-from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS, SMALL_K3, UNEXPLAINED, Hints, normality
-from mismatch_plugin.diagnose.normal import gate as judge_gate
+from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS, SMALL_K3, UNEXPLAINED, Hints, gate, normality
 from mismatch_plugin.diagnose.predict import Predictor, bounds_for, histogram, lacking
 from mismatch_plugin.diagnose.recommend import recommend
 from mismatch_plugin.diagnose.result import VERDICTS, Diagnosis, Finding, Mismatch, Verdict
 from mismatch_plugin.diagnose.scorers import Checkpoint, from_checkpoint, from_server, with_reference
 from mismatch_plugin.files import encodable
-from mismatch_plugin.report.table import figure
 
 
 def own_settings(config: Path | None, preset: str | None, flags: str | None) -> MismatchConfig | None:
@@ -108,9 +106,8 @@ def diagnose_files(
     reading: Mapping[str, Any] = {},
     own: MismatchConfig | None = None,
     accept: Collection[str] = (),
-    gate: bool = False,
-    gate_kl: float | None = None,
-    hints: Hints | None = None,
+    bar: float | None = None,
+    hints: Hints,
     one_step: bool = False,
     expensive_pass: bool = False,
     brief: bool = False,
@@ -119,18 +116,16 @@ def diagnose_files(
     """Everything that `inspect` says of a batch.
 
     urls, checkpoint, reading: what `read_inputs` takes. own: the user's settings, whose metrics and prediction
-    are given first; None: no correction. accept: faults that are meant. gate, gate_kl: judge k3, by the default bar or
-    this one. hints: what is known of the pair, for what is normal. one_step, expensive_pass: as in `measure.Figures`.
-    brief: findings and size alone, without predictions. host: what is recommended can be had there; default: in the
-    trainer whose dump it is.
+    are given first; None: no correction. accept: faults that are meant. bar: of the gate on k3, None
+    for no gate. hints: what is known of the pair, for what is normal. one_step, expensive_pass: as in
+    `measure.Figures`. brief: findings and size alone, without predictions. host: what is recommended can be had there;
+    default: in the trainer whose dump it is.
     Raises InputError where something cannot be read or compared, or where one of the faults to accept is none.
     """
     if unknown := sorted({*accept} - {*FAULTS}):
         raise InputError(f"--accept {unknown[0]} is no fault: choose from {', '.join(FAULTS)}.")
     batch, format, notes, seen = read_inputs(path, training, urls=urls, checkpoint=checkpoint, **reading)
-    hints, host = hints or Hints(), host or trainer_of(format)
-    if own is not None and own.gate_kl is not None:  # the gate of training, judged once and here
-        gate, gate_kl, own = True, own.gate_kl if gate_kl is None else gate_kl, own.replace(gate_kl=None)
+    host = host or trainer_of(format)
     if {hints.engine, hints.trainer} & {"fp8", "fp4", "int8", "int4"}:
         batch = replace(batch, known_quantised=True)
     findings, undecided, undone = check_batch(batch, accept=accept, found=seen)
@@ -154,6 +149,7 @@ def diagnose_files(
         next_step=_next_step(verdict, batch, findings, level, copied, command),
         source=encodable(str(path)),
         format=format,
+        host=host,
         samples=len(batch),
         tokens=batch.token_count,
         findings=tuple(sorted(findings, key=lambda item: not item.counts)),
@@ -162,7 +158,7 @@ def diagnose_files(
         mismatch=level,
         fixed=left if left != level else None,
         normality=answer[1] if answer else "",
-        gate=judge_gate(level.k3_kl, level.tokens, gate_kl) if gate and level else None,
+        gate=gate(level.k3_kl, level.tokens, bar) if level and bar is not None else None,
         notes=(*map(encodable, notes), *note(batch)),
     )
     if brief or level is None:  # level: one side alone, or two that have no token in common
@@ -187,7 +183,7 @@ def diagnose_files(
     bounds, predictor = bounds_for(part), Predictor(part, groups)
     predictions = predictor.all(own, bounds)
     tail = sum(item.statistics["fraction"] for item in findings if item.fault == "moe_routing")
-    figures = figures_of(packed, tail=tail, stale=stale, one_step=one_step, expensive_pass=expensive_pass)
+    figures = replace(figures_of(packed), tail=tail, stale=stale, one_step=one_step, expensive_pass=expensive_pass)
     advice = None
     if verdict == "normal" or figures.k3_kl >= SMALL_K3:  # larger than such a pair's, and too small to be corrected
         accepted = any(item.accepted for item in findings)
@@ -221,10 +217,8 @@ def _stale(batch: Batch) -> float:
 def _headline(verdict: Verdict, batch: Batch, findings: Sequence[Finding], level: Mismatch | None) -> str:
     """One sentence."""
     faults = [item.fault for item in findings if item.counts]
-    figures = f"{len(batch):,} samples, {batch.token_count:,} tokens"
-    if level is not None:
-        figures = f"mean |Δ log p| {figure(level.abs_mean)}, k3 {figure(level.k3_kl)} nats per token"
-        figures += f" over {level.tokens:,} tokens"
+    counted = f"{len(batch):,} samples, {batch.token_count:,} tokens"
+    figures = f"{level} over {level.tokens:,} tokens" if level else counted
     if verdict == "fault":
         said = f"{', '.join(dict.fromkeys(faults))}; {figures}"
     elif level is None:

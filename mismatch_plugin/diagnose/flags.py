@@ -16,14 +16,14 @@ from mismatch_plugin.hooks.base import METHODS, Lack
 from mismatch_plugin.hooks.hosts import HOSTS
 from mismatch_plugin.report.presets import as_flags, quiet_preset
 
-PYTHON = "python"
-TITLES: dict[str, str] = {**{name: host.title for name, host in HOSTS.items()}, PYTHON: "Python"}
-"""Host → its name as people write it, in the order in which they are shown."""
+ANY, PYTHON = "any", "python"
+TITLES = {ANY: "any trainer", **{name: host.title for name, host in HOSTS.items()}, PYTHON: "Python"}
+"""What flags are written for → its name as people write it, in the order in which they are shown."""
 
 
-def trainer_of(format: str) -> str | None:
-    """The trainer that writes dumps of this format; None where several do, or none."""
-    return next((name for name, host in HOSTS.items() if format in host.dumps), None)
+def trainer_of(format: str) -> str:
+    """The trainer that writes dumps of this format; any where several do, or none."""
+    return next((name for name, host in HOSTS.items() if format in host.dumps), ANY)
 
 
 def config_of(settings: Mapping[str, Any]) -> MismatchConfig:
@@ -35,7 +35,8 @@ def config_of(settings: Mapping[str, Any]) -> MismatchConfig:
 
 
 def flags_for(config: MismatchConfig, host: str) -> str:
-    """What to paste to run these settings on a host: its own words, with `…` for what is the user's, and our flags.
+    """What to paste to run these settings on a host: its own words, with `…` for what is the user's, and our flags,
+    which are all for any trainer.
 
     Settings that a host owns or cannot do are not among the flags; a comment line (#) before the command says so, and
     what to do instead. The flags are a preset's name where it gives these settings, else those that differ from the
@@ -44,6 +45,8 @@ def flags_for(config: MismatchConfig, host: str) -> str:
     """
     if host == PYTHON:
         return _python(config)
+    if host == ANY:
+        return " ".join(shortest_flags(config))
     if host not in HOSTS:
         raise ValueError(f"host {host!r} is unknown: choose one of {', '.join(TITLES)}.")
     allowed, notes = available(config, host)
@@ -52,12 +55,12 @@ def flags_for(config: MismatchConfig, host: str) -> str:
     return "\n".join([*(f"# {note}" for note in notes), *[command.strip()] * has_algorithm(host, allowed)])
 
 
-def has_algorithm(host: str | None, config: MismatchConfig) -> bool:
-    """Whether a trainer can run the algorithm of these settings, whatever it leaves out of them; None: any trainer."""
+def has_algorithm(host: str, config: MismatchConfig) -> bool:
+    """Whether a trainer can run the algorithm of these settings, whatever it leaves out of them."""
     return host not in HOSTS or all(METHODS[key].paths for key in HOSTS[host].lacking(config))
 
 
-def saves_the_pass(host: str | None) -> bool:
+def saves_the_pass(host: str) -> bool:
     """Whether a trainer makes one optimizer step a batch and no log-probs of π_old."""
     return not has_algorithm(host, MismatchConfig())
 

@@ -217,7 +217,7 @@ def measure(batch: Batch, packed: PackedSequences, config: MismatchConfig) -> tu
     """
     assert packed.old_log_probs is not None and packed.rollout_log_probs is not None
     with ignore_mismatch_warnings():
-        config = config.replace(metrics="full")
+        config = config.replace(metrics="full", gate_kl=None)
     # π_θ is π_old in the first step, which is judged here.
     corrections = (correct(piece, config, log_probs=piece.old_log_probs) for piece in pieces(packed))
     statistics = reduce(Statistics.merge, (correction.statistics for correction in corrections))
@@ -265,11 +265,10 @@ def _parts(batch: Batch, packed: PackedSequences) -> Iterator[tuple[str, Sequenc
         labels = [*map(str, range(1, MAX_TURNS + 1)), f"from {MAX_TURNS + 1}"]
         yield "turn", labels, np.minimum(turns, MAX_TURNS)
     if told := {span.version for sample in samples for span in sample.weight_versions}:
-        newest = sorted(told, key=lambda name: (-1 if (n := version_number(name)) is None else n, name))[-MAX_NAMES:]
-        code = dict.fromkeys(told, len(newest)) | {version: i for i, version in enumerate(newest)}
-        none = len(newest) + 1
-        codes = at_tokens(lambda s: version_of_tokens(s.weight_versions, code, len(s), none), samples, packed)
-        yield "version", [*newest, "older", "unknown"], codes
+        oldest = sorted(told, key=lambda name: (-1 if (n := version_number(name)) is None else n, name))
+        code, labels = _named(oldest[::-1], "older")
+        codes = at_tokens(lambda s: version_of_tokens(s.weight_versions, code, len(s), code[None]), samples, packed)
+        yield "version", labels, codes
     steps = at_tokens(_behind, samples, packed)
     if (steps != UNKNOWN).any():
         labels = ["ahead", *map(str, range(MAX_STALENESS + 1)), f"from {MAX_STALENESS + 1}", "unknown"]
@@ -278,12 +277,17 @@ def _parts(batch: Batch, packed: PackedSequences) -> Iterator[tuple[str, Sequenc
     for part, name in enumerate(("server", "dp_rank")):
         values = [sample.worker[part] for sample in samples]
         if named := sorted({value for value in values if value is not None}):
-            known = named[:MAX_NAMES]
-            place: dict[Any, int] = dict.fromkeys(named, len(known)) | {value: i for i, value in enumerate(known)}
-            codes = np.repeat([place.get(value, len(known) + 1) for value in values], lengths)
-            yield name, [*map(str, known), "others", "unknown"], codes
+            code, labels = _named(named, "others")
+            yield name, labels, np.repeat([code[value] for value in values], lengths)
     if packed.advantages is not None:
         yield "advantage", ("negative", "zero", "positive"), packed.advantages.sign().long().add_(1).numpy()
+
+
+def _named(names: Sequence[Any], others: str) -> tuple[dict[Any, int], list[str]]:
+    """(bucket of each name, of None too, labels of the buckets): the first MAX_NAMES have one of their own."""
+    code = {name: min(place, MAX_NAMES) for place, name in enumerate(names)}
+    shown = names[:MAX_NAMES]
+    return code | {None: len(shown) + 1}, [*map(str, shown), others, "unknown"]
 
 
 def _behind(sample: Sample) -> Ints:
@@ -351,8 +355,8 @@ class Figures:
         return self.k3_kl * self.longest_turn
 
 
-def figures_of(packed: PackedSequences, *, tail: float, stale: float, one_step: bool, expensive_pass: bool) -> Figures:
-    """The figures of a batch as `packed_of` makes it: every token trains, every sequence has one."""
+def figures_of(packed: PackedSequences) -> Figures:
+    """Those that a batch as `packed_of` makes it has itself: every token trains, every sequence has one."""
     assert packed.old_log_probs is not None and packed.rollout_log_probs is not None
     log_ratio = (packed.old_log_probs - packed.rollout_log_probs).double().clamp(-SAFETY_BOUND, SAFETY_BOUND)
     ratio, size, divergence = log_ratio.exp(), log_ratio.abs(), k3(log_ratio)
@@ -378,14 +382,10 @@ def figures_of(packed: PackedSequences, *, tail: float, stale: float, one_step: 
         k3_kl=float(divergence.mean()),
         ess=float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
         max_length=float(lengths.max()),
-        tail=tail,
         drifting=float((shift.abs() > 6 * deviation).double().mean()) if deviation > 0 else 0.0,
-        stale=stale,
         fresh=fresh,
         old_kl=old_kl,
         mean_turns=float((of_turns > 0).sum() / len(lengths)),
         longest_turn=float(of_turns.max()),
         credit=credit,
-        one_step=one_step,
-        expensive_pass=expensive_pass,
     )

@@ -233,18 +233,16 @@ GATE_SOURCE = (
 )
 
 
-def gate(k3_kl: float, tokens: int, bar: float | None = None) -> Gate:
-    """Whether k3_kl ≤ bar, both in nats per token. bar None: DEFAULT_GATE_KL.
+def gate(k3_kl: float, tokens: int, bar: float) -> Gate:
+    """Whether k3_kl ≤ bar, both in nats per token.
 
     `passed` is None (not decided, exit status 3) with fewer than GATE_TOKENS tokens unless k3_kl is two standard errors
     (K3_SPREAD · k3_kl / √tokens) away from the bar; with fewer than ENOUGH_TOKENS, or where k3_kl is NaN, always.
     Raises: ValueError for a bar that is not above 0.
     """
-    source = GATE_SOURCE if bar is None else "given by hand"
-    bar = DEFAULT_GATE_KL if bar is None else bar
     if not bar > 0 or math.isinf(bar):
         raise ValueError(f"the bar of the gate is {bar:g}: give nats of k3 per token, a number above 0 such as 1e-3.")
     error = K3_SPREAD * k3_kl / math.sqrt(max(tokens, 1))
     clear = tokens >= ENOUGH_TOKENS and (tokens >= GATE_TOKENS or abs(k3_kl - bar) > 2 * error)
     passed = k3_kl <= bar if clear and not math.isnan(k3_kl) else None
-    return Gate(value=k3_kl, bar=bar, passed=passed, source=source)
+    return Gate(value=k3_kl, bar=bar, passed=passed, source=GATE_SOURCE if bar == DEFAULT_GATE_KL else "given by hand")

@@ -1,8 +1,7 @@
-"""From a diagnosis to one HTML file that loads nothing else. Importing this needs jinja2; the picture, matplotlib."""
+"""From a diagnosis to one HTML file that loads nothing else. Importing this needs jinja2."""
 
 from __future__ import annotations
 
-import io
 import math
 from datetime import datetime, timezone
 from pathlib import Path
@@ -11,7 +10,7 @@ import mismatch_plugin
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.diagnose import screen
 from mismatch_plugin.diagnose.flags import TITLES
-from mismatch_plugin.diagnose.result import Diagnosis, Histogram, Prediction
+from mismatch_plugin.diagnose.result import Diagnosis, Prediction
 from mismatch_plugin.files import write_whole
 from mismatch_plugin.limits import SAFETY_BOUND
 from mismatch_plugin.report.table import NOTHING, Table, compact, figure
@@ -26,17 +25,10 @@ UNITS = {
 }
 
 
-def write_page(diagnosis: Diagnosis, path: Path, *, host: str | None = None) -> Path:
-    """Write the page, whole or not at all. host: whose flags are in front; default: our flags alone.
-
-    Raises OSError as `open`.
-    """
+def write_page(diagnosis: Diagnosis, path: Path) -> None:
+    """Write the page, whole or not at all. Raises OSError as `open`."""
     verdict, _, rest = diagnosis.headline.partition(": ")
-    flags = dict[str, str]()
-    if advice := diagnosis.recommendation:
-        every = {TITLES.get(name, name): text for name, text in advice.flags.items()}
-        first = TITLES.get(host, host) if host else "any trainer"
-        flags = {first: every.pop(first, screen.neutral_flags(advice.settings)), **every}
+    advice = diagnosis.recommendation
     html = (
         environment()
         .get_template("diagnose/page.html.j2")
@@ -47,48 +39,24 @@ def write_page(diagnosis: Diagnosis, path: Path, *, host: str | None = None) -> 
             normal=screen.is_it_normal(diagnosis),
             undecided=screen.undecided(diagnosis),
             gate=screen.gate_words(diagnosis.gate) if diagnosis.gate else None,
-            flags=flags,
-            picture=None if diagnosis.histogram is None else _draw(diagnosis.histogram),
+            flags=sorted(advice.flags.items(), key=lambda item: item[0] != diagnosis.host) if advice else (),
+            titles=TITLES,
             units=UNITS,
             tables=_tables(diagnosis),
             predictions=_predictions(diagnosis),
             breakdowns={} if diagnosis.size is None else diagnosis.size.breakdowns,
             screen=screen,
             figure=figure,
+            math=math,
             made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
             version=mismatch_plugin.__version__,
         )
     )
     write_whole(path, html)
-    return path
-
-
-def _draw(of: Histogram) -> bytes | None:
-    """The distribution as a PNG, what is outside of the bounds in grey; None where matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
-    drawn, png = Figure(figsize=(6.4, 3.4), layout="constrained"), io.BytesIO()
-    axis, ends = drawn.subplots(), (of.edges[0], of.edges[-1])
-    axis.stairs(of.counts, of.edges, fill=True, color="#0b5c99")
-    for bound, beyond, side in ((of.lower, ends[0], "lower"), (of.upper, ends[1], "upper")):
-        if 0.0 < bound < math.inf:
-            axis.axvline(math.log(bound), color="#1c1e21", linestyle="--", label=f"{side} bound {bound:.6g}")
-            axis.axvspan(math.log(bound), beyond, color="#ffffff", alpha=0.7, linewidth=0)
-    if axis.get_legend_handles_labels()[0]:
-        axis.legend(frameon=False, fontsize=9)
-    axis.set(yscale="log", xlim=ends, xlabel="log-ratio, nats", ylabel="count")
-    axis.grid(color="#dddddd", linewidth=0.6)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
-    drawn.savefig(png, format="png", dpi=130)
-    return png.getvalue()
 
 
 def _tables(diagnosis: Diagnosis) -> dict[str, Table]:
     """Those that have rows."""
-    sizes = [(name, f"{value} {unit}".strip()) for name, value, unit in screen.size_rows(diagnosis)]
     quantiles = [
         (f"{name.removeprefix('p')} %", compact(value), compact(math.exp(min(max(value, -SAFETY_BOUND), SAFETY_BOUND))))
         for name, value in (diagnosis.size.quantiles if diagnosis.size else {}).items()
@@ -97,7 +65,7 @@ def _tables(diagnosis: Diagnosis) -> dict[str, Table]:
     metrics = [(name, compact(v) if math.isfinite(v) else str(v)) for name, v in sorted(diagnosis.metrics.items())]
     of_level = ("level", "lower bound", "upper bound")
     every = {
-        "sizes": Table("Figures", ("figure", "measured"), tuple(sizes)),
+        "sizes": Table("Figures", ("figure", "measured"), tuple(screen.size_rows(diagnosis))),
         "quantiles": Table("Quantiles of the tokens", ("share below", "log-ratio", "ratio"), tuple(quantiles)),
         "bounds": Table("Bounds that keep 99 % of your data", of_level, tuple(bounds)),
         "metrics": Table(f"Metrics ({PREFIX}…), as training reports them", ("metric", "value"), tuple(metrics)),

@@ -229,8 +229,9 @@ class Predictor:
 
     def prediction(self, config: MismatchConfig, name: str = "") -> Prediction:
         """Of one."""
-        with ignore_mismatch_warnings():  # without weights only the counts are read
-            applied = config.replace(metrics="basic" if config.weighted else "off", dry_run=False)
+        metrics = "basic" if config.weighted else "off"  # without weights only the counts are read
+        with ignore_mismatch_warnings():
+            applied = config.replace(metrics=metrics, dry_run=False, gate_kl=None)
         data = self
         if applied.rs.group != "keep" and self.groups is not None:
             kept_N, least = correct(self.packed, applied).kept_N, applied.rs.least_accepted

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.values import dotted_fields_set, get_path, ignore_mismatch_warnings
 from mismatch_plugin.core.metrics.registry import PREFIX
-from mismatch_plugin.diagnose.flags import TITLES, flags_for, has_algorithm, preset_of, saves_the_pass
+from mismatch_plugin.diagnose.flags import ANY, TITLES, flags_for, has_algorithm, preset_of, saves_the_pass
 from mismatch_plugin.diagnose.measure import OLD_SHARE, Figures
 from mismatch_plugin.diagnose.normal import FAR_K3, SMALL_K3, UNEXPLAINED
 from mismatch_plugin.diagnose.predict import KEPT, Bounds
@@ -192,16 +192,16 @@ RULES = (
 
 
 class Addition(NamedTuple):
-    """What is added to the setting of a rule, whichever it is. flag: what one types. name: in the setting's name.
+    """What is added to the setting of a rule, whichever it is. flag: what one types. name: of the setting, in `rs`.
 
-    changes: nested settings, of the figures and of what is predicted for the setting; {} where it does not hold.
+    value: of the setting, by the figures and by what is predicted without it; None where the addition does not hold.
     """
 
     run: str
     flag: str
     reason: str
     name: str
-    changes: Callable[[Figures, Prediction], dict[str, Any]]
+    value: Callable[[Figures, Prediction], Any]
 
 
 ADDITIONS = (
@@ -210,11 +210,7 @@ ADDITIONS = (
         "`--rs-max-staleness`, the number from `inspect`",
         "they are so few and so far off that they are not worth their variance",
         "max_staleness",
-        lambda figures, _: (
-            {"rs": {"max_staleness": int(figures.fresh)}}
-            if math.isfinite(figures.fresh) and figures.old_kl >= OLD_KL
-            else {}
-        ),
+        lambda figures, _: int(figures.fresh) if figures.old_kl >= OLD_KL else None,
     ),
     Addition(
         f"rejected responses in at least {HEAVY:.0%} of the groups (GRPO)",
@@ -222,7 +218,7 @@ ADDITIONS = (
         "a rejected response's reward stays in its group's mean and deviation, and moves the advantages of the "
         "others; without it they are those of the accepted responses",
         "group",
-        lambda _, found: {"rs": {"group": "exclude"}} if (found.groups_changed or 0.0) >= HEAVY else {},
+        lambda _, found: "exclude" if (found.groups_changed or 0.0) >= HEAVY else None,
     ),
 )
 """Looked at in this order, once the setting is chosen."""
@@ -233,7 +229,7 @@ def recommend(
     bounds: Bounds,
     predict: Callable[[MismatchConfig], Prediction],
     accepted: bool,
-    host: str | None = None,
+    host: str = ANY,
 ) -> Recommendation | None:
     """The setting of the first rule that holds, that the host can run, and whose setting keeps LEAST_KEPT of these
     tokens, by its own bounds or by those from the data.
@@ -267,16 +263,16 @@ def recommend(
                 continue
             name += ", bounds from your data"
         for item in ADDITIONS:
-            if not (changes := item.changes(figures, found)):
+            if (value := item.value(figures, found)) is None:
                 continue
             try:
                 with ignore_mismatch_warnings():
-                    changed = config.replace(**changes)
+                    changed = config.replace(rs={item.name: value})
             except ValueError:  # algorithms 1 and 3 judge π_θ, too late for groups
                 continue
             if (more := predict(changed)).kept >= LEAST_KEPT:
                 config, found = changed, more
-                name += f", {item.name} {changes['rs'][item.name]}"
+                name += f", {item.name} {value}"
                 reasons.append(f"{item.run}: {item.reason}")
         size = f"k3 {figure(figures.k3_kl, 2)} nats per token, longest response {figures.max_length:,.0f} tokens"
         predicted = (

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field
 
 from mismatch_plugin.data.sample import LogProbSide, Sample
+from mismatch_plugin.report.table import figure
 
 FaultName = str
 """A name in `detectors.run.FAULTS`."""
@@ -127,18 +128,13 @@ class Mismatch(Frozen):
     effective_sample_size: float
 
     def __str__(self) -> str:
-        return f"k3 {self.k3_kl:.3g}, 99 % of gaps below {self.abs_p99:.3g} nats"
+        return f"mean |Δ log p| {figure(self.abs_mean)}, k3 {figure(self.k3_kl)} nats per token"
 
 
 # All of it ------------------------------------------------------------------------------------------------------------
 
 Verdict = Literal["fault", "large", "normal", "undecided"]
-VERDICTS: dict[Verdict, str] = {
-    "fault": "Fault found",
-    "large": "Above normal",
-    "normal": "Normal",
-    "undecided": "Not decided",
-}
+VERDICTS = {"fault": "Fault found", "large": "Above normal", "normal": "Normal", "undecided": "Not decided"}
 """As a headline begins."""
 
 
@@ -171,8 +167,8 @@ class Prediction(Frozen):
 
 
 class Recommendation(Frozen):
-    """One setting. flags: what to paste, by host (slime, miles, megatron-lm, verl, nemo-rl, python). watch: what to
-    look at in the first ten steps. preset: its name where one gives the settings."""
+    """One setting. flags: what to paste, by host (`flags.TITLES`). watch: what to look at in the first ten steps.
+    preset: its name where one gives the settings."""
 
     setting: str
     preset: str | None
@@ -227,7 +223,8 @@ class Diagnosis(Frozen):
     fixed: with what the findings explain undone, where that is possible and changes anything.
     metrics: as training reports them, for the user's settings; level: whose units they count.
     normality: whether the gap is of a known size, in one sentence. bounds: level → (lower, upper) on the ratio that
-    keep 99 % of its units. histogram: for the page and not in the JSON. one_sided: there is no training side.
+    keep 99 % of its units. histogram: for the page and not in the JSON. one_sided: there is no training side. host:
+    whose flags are shown first.
     """
 
     verdict: Verdict
@@ -235,6 +232,7 @@ class Diagnosis(Frozen):
     next_step: str = ""
     source: str
     format: str
+    host: str
     samples: int
     tokens: int
     findings: tuple[Finding, ...] = ()

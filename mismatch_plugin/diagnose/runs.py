@@ -20,6 +20,7 @@ from mismatch_plugin.diagnose import normal
 from mismatch_plugin.diagnose.normal import gate
 from mismatch_plugin.diagnose.result import Verdict
 from mismatch_plugin.diagnose.run_sources import ABS_GAP, Source, read_source
+from mismatch_plugin.diagnose.screen import gate_words
 from mismatch_plugin.report.log import METRICS, SETTINGS, to_json
 from mismatch_plugin.report.table import NOTHING, Table, figure, printable, terminal
 
@@ -252,13 +253,12 @@ def inspect_run(
     run: str | None,
     pictures: Path | None,
     as_json: bool,
-    gated: bool,
     bar: float | None,
 ) -> int:
     """Judge a run by the metrics that it wrote, print and draw them. Returns the exit status.
 
     own: the user's settings, in the place of those that the run wrote. run: as of `read_source`. pictures: the folder
-    of the picture, None for none. bar: of k3_kl where it is gated; None: the default one.
+    of the picture, None for none. bar: of the gate on k3_kl, None for no gate.
 
     Exit status: 0 sound; 1 where numbers are broken, all tokens share a shift (|KL| above 0.1 or a mean ratio outside
     [0.5, 2] in any judged step), the mismatch has grown 100 times, the correction does not hold, a large mismatch is
@@ -267,7 +267,7 @@ def inspect_run(
     """
     source = read_source(path, run)
     body = judge_run(source, own or _written(source.path))
-    verdict = gate(body["k3_kl"], body["tokens"] or _MANY, bar) if gated else None
+    verdict = gate(body["k3_kl"], body["tokens"] or _MANY, bar) if bar is not None else None
     passed = True if verdict is None else verdict.passed
     undecided = passed is None or body["verdict"] == "undecided"
     status = 1 if passed is False or not body["sound"] else 3 if undecided else 0
@@ -283,8 +283,8 @@ def inspect_run(
     for note in source.notes:
         console.print(f"note: {printable(note)}.")
     if verdict is not None:
-        said = {True: "passed", False: "FAILED", None: "not decided, too few tokens or no k3_kl"}[passed]
-        console.print(f"gate: {said}: k3_kl {verdict.value:.2g}, bar {verdict.bar:g} nats per token, over these steps.")
+        said, figures = gate_words(verdict)
+        console.print(f"gate: {said}: {figures}, over these steps.")
     if rows := [row for row in body["metrics"] if row["metric"] in SHORT]:
         cells = tuple(tuple(map(_cell, row.values())) for row in rows)
         title = f"{counted(body['steps'])}, judged by the last {body['judged']}"
@@ -320,25 +320,18 @@ def _written(path: Path) -> MismatchConfig | None:
 # The six panels of the rollout-correction guide ----------------------------------------------------------------------
 
 PANELS: tuple[tuple[str, tuple[str, ...], tuple[float, ...]], ...] = (
-    (
-        "Mean ratio and mean weight",
+    ("Mean ratio and mean weight",
         ("rollout_is_ratio_mean", "rollout_is_ratio_unit_mean", "rollout_is_weight_after_mean", "rollout_is_mean"),
-        (1.0, *health.MEAN_RANGE),
-    ),
-    (
-        "Effective sample size",
+        (1.0, *health.MEAN_RANGE)),
+    ("Effective sample size",
         ("rollout_is_ratio_eff_sample_size", "rollout_is_weight_after_eff_sample_size", "rollout_is_eff_sample_size"),
-        (health.MIN_EFFECTIVE_SAMPLE_SIZE,),
-    ),
-    (
-        "Vetoed sequences, rejected tokens (shares)",
-        ("rollout_is_veto_fraction", "rollout_is_masked_fraction"),
-        (health.MAX_VETO_FRACTION,),
-    ),
+        (health.MIN_EFFECTIVE_SAMPLE_SIZE,)),
+    ("Vetoed sequences, rejected tokens (shares)", ("rollout_is_veto_fraction", "rollout_is_masked_fraction"),
+        (health.MAX_VETO_FRACTION,)),
     ("KL(rollout ‖ train), nats per token", ("kl", "k3_kl", ABS_GAP), (-health.MAX_KL, 0.0, health.MAX_KL)),
     ("Perplexity ratio, training / rollout", ("ppl_ratio",), (1.0,)),
     ("χ² divergence", ("chi2_token", "chi2_seq"), (health.MAX_CHI2,)),
-)
+)  # fmt: skip
 """(title, metrics that are drawn where they were recorded, values that are ideal or that `check_health` warns from)."""
 
 

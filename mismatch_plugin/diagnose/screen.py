@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -12,17 +12,12 @@ from rich.text import Text
 
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.diagnose.detectors.run import NO_TRAINING
-from mismatch_plugin.diagnose.flags import TITLES, config_of, shortest_flags, trainer_of
+from mismatch_plugin.diagnose.flags import TITLES
 from mismatch_plugin.diagnose.normal import SMALL_K3, UNEXPLAINED, size_class
-from mismatch_plugin.diagnose.result import TOO_FEW, Diagnosis, Finding, Gate, Prediction, Verdict
+from mismatch_plugin.diagnose.result import TOO_FEW, Diagnosis, Finding, Gate, Prediction
 from mismatch_plugin.report.table import NOTHING, figure, printable, shows_unicode
 
 USUAL = "token_is"
-
-
-def neutral_flags(settings: Mapping[str, object]) -> str:
-    """Our flags alone, which every trainer's launch line takes."""
-    return " ".join(shortest_flags(config_of(settings)))
 
 
 def share(value: float) -> str:
@@ -84,24 +79,24 @@ def sentence(text: str) -> str:
 
 def gate_words(gate: Gate) -> tuple[str, str]:
     """(whether it passed, the figures)."""
-    said = {True: "passed", False: "failed", None: "not decided, too few tokens"}[gate.passed]
+    said = {True: "passed", False: "failed", None: "not decided, too few tokens or no k3"}[gate.passed]
     source = gate.source.partition(": ")[0]
     return said, f"k3 {figure(gate.value)} nats per token against a bar of {figure(gate.bar)} ({source})"
 
 
-def size_rows(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
-    """(figure, value, unit): how far apart the two sides are, the most telling first. A χ² estimated below 0, which it
-    is where few tokens have all of the weight, tells nothing and is shown as none."""
-    rows: list[tuple[str, str, str]] = []
+def size_rows(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    """(figure, value with its unit): how far apart the two sides are, the most telling first. A χ² estimated below 0,
+    which it is where few tokens have all of the weight, tells nothing and is shown as none."""
+    rows: list[tuple[str, str]] = []
     metrics, level = {name.removeprefix(PREFIX): value for name, value in diagnosis.metrics.items()}, diagnosis.mismatch
     if level is not None:
-        rows.append(("mean |Δ log p|", figure(level.abs_mean), "nats/token"))
-        rows.append(("99 % of |Δ log p| <", figure(level.abs_p99), "nats"))
+        rows.append(("mean |Δ log p|", f"{figure(level.abs_mean)} nats/token"))
+        rows.append(("99 % of |Δ log p| <", f"{figure(level.abs_p99)} nats"))
         metrics = {"kl": level.kl, "k3_kl": level.k3_kl, **metrics}
         metrics.setdefault("rollout_is_ratio_eff_sample_size", level.effective_sample_size)
     for title, name, unit in (
-        ("KL, k1", "kl", "nats/token"),
-        ("KL, k3", "k3_kl", "nats/token"),
+        ("KL, k1", "kl", " nats/token"),
+        ("KL, k3", "k3_kl", " nats/token"),
         ("ESS of token ratios", "rollout_is_ratio_eff_sample_size", ""),
         (f"ESS of {diagnosis.level} ratios", "rollout_is_ratio_unit_eff_sample_size", ""),
         ("χ² of token ratios", "chi2_token", ""),
@@ -109,7 +104,7 @@ def size_rows(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
     ):
         if (value := metrics.get(name)) is not None:
             text = share(value) if title.startswith("ESS") else figure(value)
-            rows.append((title, NOTHING if title.startswith("χ²") and value < 0 else text, unit))
+            rows.append((title, NOTHING if title.startswith("χ²") and value < 0 else text + unit))
     return rows
 
 
@@ -131,12 +126,7 @@ def chosen_predictions(diagnosis: Diagnosis) -> list[tuple[str, Prediction]]:
 
 # The terminal's summary -----------------------------------------------------------------------------------------------
 
-STYLES: dict[Verdict, str] = {
-    "fault": "bold red",
-    "large": "bold yellow",
-    "normal": "bold green",
-    "undecided": "bold cyan",
-}
+STYLES = {"fault": "bold red", "large": "bold yellow", "normal": "bold green", "undecided": "bold cyan"}
 _BIAS = (
     "bias: what bounds and rejection change against the setting's own ratios. Token weights have one of their own, "
     "which is not in it."
@@ -186,19 +176,9 @@ class _Screen:
         self.console.print(table)
 
 
-def show(
-    diagnosis: Diagnosis,
-    console: Console,
-    *,
-    host: str | None = None,
-    report: Path | None = None,
-    brief: bool = False,
-) -> None:
-    """Print the summary, the verdict first.
-
-    host: whose launch line is shown; default: the trainer whose dump it is, else our flags alone. report: where the
-    page is. brief: the findings, all of them whole, and nothing of settings.
-    """
+def show(diagnosis: Diagnosis, console: Console, *, report: Path | None = None, brief: bool = False) -> None:
+    """Print the summary, the verdict first. report: where the page is. brief: the findings, all of them whole, and
+    nothing of settings."""
     screen = _Screen(console)
     verdict, _, rest = diagnosis.headline.partition(": ")
     screen.say(f"{verdict.upper()}: {rest}", STYLES[diagnosis.verdict])
@@ -216,8 +196,7 @@ def show(
             also = "also" if item.counts else label(item).lower()
             screen.say(f"{also} {item.fault} ({item.confidence}): {item.evidence}")
     if (level := diagnosis.fixed) is not None:
-        figures = f"mean |Δ log p| {figure(level.abs_mean)}, k3 {figure(level.k3_kl)}"
-        screen.say(f"once fixed: {figures}, which is {size_class(level)}")
+        screen.say(f"once fixed: {level}, which is {size_class(level)}")
     for reason in undecided(diagnosis, short=not brief):
         screen.say(f"not decided: {reason}")
     if brief:
@@ -229,27 +208,24 @@ def show(
         screen.say(f"note: {note}", "dim")
     if rows := [row for row in size_rows(diagnosis) if not row[0].startswith("χ²")]:
         console.print()
-        screen.table(("size", "measured"), [(title, f"{value} {unit}".strip()) for title, value, unit in rows])
+        screen.table(("size", "measured"), rows)
     console.print()
     if diagnosis.recommendation is None:
         screen.step(without_advice(diagnosis))
     else:
-        _advice(screen, diagnosis, host or trainer_of(diagnosis.format))
+        _advice(screen, diagnosis)
     if report is not None:
         screen.say(f"Report: {report}", whole=True)
 
 
-def _advice(screen: _Screen, diagnosis: Diagnosis, host: str | None) -> None:
-    advice = diagnosis.recommendation
+def _advice(screen: _Screen, diagnosis: Diagnosis) -> None:
+    advice, host = diagnosis.recommendation, diagnosis.host
     assert advice is not None
     why = ". ".join(reason[:1].upper() + reason[1:] for reason in advice.reasons[:2])
     screen.say(f"Recommended: {advice.setting}. {sentence(why)}", "bold")
     others = ", ".join(name for name in advice.flags if name != host)
-    if host is None:
-        screen.say(f"Flags, for any trainer (--host {others} prints a launch line):")
-    else:
-        screen.say(f"{TITLES.get(host, host)} (--host {others} for the others):")
-    for line in (neutral_flags(advice.settings) if host is None else advice.flags[host]).splitlines():
+    screen.say(f"Flags for {TITLES[host]} (--host {others} prints theirs):")
+    for line in advice.flags[host].splitlines():
         screen.say(line, "cyan", whole=True)
     for watched in advice.watch[:1]:
         screen.say(f"Watch in the first ten steps: {watched}.")

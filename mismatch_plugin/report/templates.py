@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from importlib.resources import files
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
@@ -11,6 +10,4 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 def environment() -> Environment:
     """Its templates are files of the package, such as `compare/report.html.j2`, which include others by such paths."""
     loader = FunctionLoader(lambda path: files("mismatch_plugin").joinpath(path).read_text(encoding="utf-8"))
-    made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=loader)
-    made.filters["base64"] = lambda data: base64.b64encode(data).decode("ascii")
-    return made
+    return Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=loader)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from tests.diagnose.door import samples_of, told
 from tests.diagnose.test_screen import FIRST, of_verdict
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>{{ 7 * 7 }}"
-PICTURE = '<img src="data:image/png;base64,iVBOR'
+PICTURE = '<svg viewBox'
 
 
 class Tags(HTMLParser):
@@ -72,19 +71,13 @@ def test_a_page_of_every_verdict_needs_nothing_else(verdict: str, tmp_path: Path
     assert all(f'<th scope="row">{setting}</th>' in html.replace("&gt;", ">") for setting in rows)
 
 
-def test_a_page_without_matplotlib_says_what_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    _, html, tags = write(of_verdict("large"), tmp_path)
-    assert tags.open == [] and "<img" not in html and "pip install 'mismatch-plugin[lab]'" in html.replace("&#39;", "'")
-
-
 def test_what_a_file_holds_is_text(tmp_path: Path) -> None:
     texts: dict[str, Any] = dict.fromkeys(("server", "group", "trainer_version", "sample_id"), HOSTILE)
     texts["weight_versions"] = (WeightSpan(version=HOSTILE, start=0, end=20),)
     for verdict in ("large", "fault"):
         samples = [one.with_fields(**texts) for one in of_verdict(verdict)]
         _, html, tags = write(samples, tmp_path, name="<img src=x>{{ 7 * 7 }}")
-        assert tags.open == [] and [tag for tag, _ in tags.tags].count("img") == html.count(PICTURE) == 1
+        assert tags.open == [] and "img" not in {tag for tag, _ in tags.tags} and html.count(PICTURE) == 1
         assert "<script" not in html and "{{ 7 * 7 }}" in html
     _, html, tags = write(samples_of([[-1.0]]), tmp_path)  # a page of almost nothing
     assert tags.open == [] and PICTURE not in html

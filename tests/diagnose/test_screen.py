@@ -74,7 +74,7 @@ def test_flags_are_of_the_dump_s_trainer_or_the_host_and_stay_whole(here: Path) 
         shown = run("dump.jsonl", "--no-report", "--host", host, columns=80).output
         lines = [line.rstrip() for line in shown.splitlines()]
         assert all(line in lines for line in flags[host].splitlines())
-        listed = " ".join(lines).partition(" (--host ")[2].partition(" for the others")[0]
+        listed = " ".join(lines).partition(" (--host ")[2].partition(" prints theirs")[0]
         assert " ".join(listed.split()).split(", ") == [other for other in flags if other != host]
     said = text("dump.jsonl", "--no-report")  # nobody's launch line
-    assert "Flags, for any trainer (--host slime, " in said and "ray job" not in said
+    assert "Flags for any trainer (--host slime, " in said and "ray job" not in said

@@ -7,7 +7,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from mismatch_plugin.data.arrays import Floats
 from mismatch_plugin.data.read import InputError
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
+from mismatch_plugin.data.served import below_16_bits
 from mismatch_plugin.data.versions import version_number
 from mismatch_plugin.diagnose.batch import Batch, logit_gap, make_batch, z_score
 from mismatch_plugin.diagnose.detectors.size import mismatch
@@ -302,29 +303,26 @@ def workers_of(url: str) -> list[str]:
     that routes to data-parallel ranks; else the URL itself."""
     from mismatch_plugin.sglang.http import RequestError, Server
 
-    async def ask() -> list[str]:
+    async def ask(path: str) -> Any:
         server = Server(url, timeout=ROUTER_TIMEOUT, connect_timeout=ROUTER_TIMEOUT)
         try:
-            for path in ("/workers", "/list_workers"):
-                try:
-                    told = (await server.call("GET", path, timeout=ROUTER_TIMEOUT)).json
-                except RequestError as error:
-                    if error.kind == "connection":
-                        break
-                    continue
-                told = told if isinstance(told, dict) else {}
-                workers = [item.get("url") for item in told.get("workers") or [] if isinstance(item, dict)]
-                urls = [item for item in told.get("urls") or workers if isinstance(item, str)]
-                if found := [re.sub(r"@\d+$", "", item) for item in urls if item.startswith("http")]:
-                    return [*dict.fromkeys(found)]
+            return (await server.call("GET", path)).json
+        except RequestError:
+            return None
         finally:
             await server.close()
-        return [url]
 
-    try:
-        return asyncio.run(ask())
-    except ValueError as error:
-        raise InputError(f"--url: {error}") from None
+    for path in ("/workers", "/list_workers"):
+        try:
+            told = asyncio.run(ask(path))
+        except ValueError as error:
+            raise InputError(f"--url: {error}") from None
+        told = told if isinstance(told, dict) else {}
+        workers = [item.get("url") for item in told.get("workers") or [] if isinstance(item, dict)]
+        urls = [item for item in told.get("urls") or workers if isinstance(item, str)]
+        if found := [re.sub(r"@\d+$", "", item) for item in urls if item.startswith("http")]:
+            return [*dict.fromkeys(found)]
+    return [url]
 
 
 def compare_servers(
@@ -388,7 +386,6 @@ def _judge(one: Rescored, nearest: Rescored, against: str) -> Finding | None:
 
 def _precision(info: ServerInfo) -> str:
     """By what the server tells of itself; "16 bits" where it tells nothing."""
-    cache = info.kv_cache_dtype not in (None, "auto", info.dtype, "float32", "bfloat16", "float16")
-    if info.quantization or cache:
+    if below_16_bits(info.quantization, info.kv_cache_dtype):
         return "quantised"
     return "float32" if info.dtype in ("float32", "float") else "16 bits"

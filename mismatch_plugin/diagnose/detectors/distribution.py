@@ -12,7 +12,7 @@ import numpy as np
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens
 from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS, FAR_ABS_MEAN
-from mismatch_plugin.diagnose.result import Finding, Item, Side, Undecided, place_of, too_few
+from mismatch_plugin.diagnose.result import Finding, Item, Side, Undecided, too_few
 
 GAP_TRIM = 0.005
 """Of the gap's distribution on each side is pulled in to that quantile: one wild token must not decide a slope."""
@@ -220,14 +220,10 @@ def find_penalty(batch: Batch) -> Outcome:
             f"tokens, mean gap {again:+.3g} against {new:+.3g}): "
             f"{'the request had a penalty' if penalised else 'although the record has no penalty'}."
         )
-        first = int(np.argmax(tokens.occurred))
-        about = {
-            "tokens": repeated,
-            "first": place_of(batch.samples[int(tokens.sample[first])], int(tokens.position[first])),
-            "statistics": {"offset": effect.size, "standard_errors": effect.z_score, "explained": effect.share},
-        }
+        told = {"offset": effect.size, "standard_errors": effect.z_score, "explained": effect.share}
         side: Side = "rollout" if less else "training"
-        found.append(batch.finding("penalty", side, evidence, PENALTY_FIX, group, **about))
+        occurred = tokens.where(tokens.occurred)
+        found.append(batch.finding_at("penalty", side, evidence, PENALTY_FIX, occurred, statistics=told))
     return found, batch
 
 

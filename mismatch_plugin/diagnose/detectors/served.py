@@ -93,20 +93,18 @@ def note(batch: Batch) -> list[str]:
 def find_settings(batch: Batch) -> Outcome:
     """The temperature applied, filters, shifts and precision."""
     told, found = _told(batch), list[Item]()
-    filtered, shifted = list[tuple[Sample, Sequence[str]]](), list[tuple[Sample, Sequence[str]]]()
+    filtered, shifted = dict[int, Sequence[str]](), dict[int, Sequence[str]]()  # by sample, what was applied untold
     for sample, served in told:
         asked = sample.sampling
         if not (asked.greedy or asked.filtered or sample.behaviour_log_probs is not None):
-            filtered.append((sample, served.filters))
+            filtered[sample.index] = served.filters
         if not (asked.penalised or asked.min_new_tokens):
-            shifted.append((sample, served.shifts))
-    for fault, pairs, fix in (
-        ("truncation", filtered, TRUNCATION_FIXES["recorded"]),
-        ("penalty", shifted, PENALTY_FIX),
-    ):
-        samples = [sample for sample, applied in pairs if applied]
+            shifted[sample.index] = served.shifts
+    recorded = TRUNCATION_FIXES["recorded"]
+    for fault, applied, fix in (("truncation", filtered, recorded), ("penalty", shifted, PENALTY_FIX)):
+        samples = [batch.samples[index] for index, values in applied.items() if values]
         if samples:  # a default of the server or the model
-            values = ", ".join(dict.fromkeys(value for _, applied in pairs for value in applied))
+            values = ", ".join(dict.fromkeys(value for values in applied.values() for value in values))
             evidence = (
                 f"{few(sample.worker for sample in samples)} applied {values} to {len(samples)} of {len(batch)} "
                 f"samples whose records tell nothing of it."

@@ -78,9 +78,8 @@ def find_stale_server(batch: Batch) -> Outcome:
         )
         about = {"of_samples": sum(map(len, judged.values())), "statistics": told}
         about["confidence"] = "likely" if clear else "possible"
-        return [
-            batch.finding("stale_server", "rollout", evidence, BEHIND_FIX.format(which=names), samples, **about)
-        ], batch
+        fix = BEHIND_FIX.format(which=names)
+        return [batch.finding("stale_server", "rollout", evidence, fix, samples, **about)], batch
     return [], batch
 
 
