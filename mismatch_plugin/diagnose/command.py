@@ -6,12 +6,9 @@ import json
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
-
-if TYPE_CHECKING:
-    from mismatch_plugin.diagnose.result import Diagnosis
 
 CANNOT_READ = 2
 _dump = partial(typer.Option, rich_help_panel="Dump")
@@ -164,8 +161,16 @@ def inspect(
     written, note = None, ""
     if not (no_report or brief):
         where = path.resolve()  # "." has no name
-        name = where.name if path.is_dir() else where.stem
-        written, note = _write_report(diagnosis, out or where.with_name(f"{name}_inspect"))
+        folder = out or where.with_name(f"{where.name if path.is_dir() else where.stem}_inspect")
+        try:
+            from mismatch_plugin.diagnose.page import write_page
+
+            folder.mkdir(parents=True, exist_ok=True)
+            written = write_page(diagnosis, folder / "report.html")
+        except ImportError as error:
+            note = f"no page: {error}: pip install 'mismatch-plugin[lab]'"
+        except OSError as error:
+            note = f"no page: {error.filename} cannot be written ({error.strerror}); choose another folder with --out"
     if as_json:
         typer.echo(diagnosis.model_dump_json(indent=2))
     else:
@@ -186,18 +191,3 @@ def _refuse(context: typer.Context, meant: set[str], what: str) -> None:
     given = [option for option in given if context.params.get(option.name or "") not in (option.default, None, [], ())]
     if named := [option.opts[0] if option.param_type_name == "option" else "TRAINING" for option in given]:
         raise InputError(f"{what}: {', '.join(named)} {'is' if len(named) == 1 else 'are'} not for that; leave it out.")
-
-
-def _write_report(diagnosis: Diagnosis, folder: Path) -> tuple[Path | None, str]:
-    """`report.html` in a folder; its path, and a sentence where it could not be written."""
-    page = folder / "report.html"
-    try:
-        from mismatch_plugin.diagnose.page import write_page
-
-        folder.mkdir(parents=True, exist_ok=True)
-        write_page(diagnosis, page)
-    except ImportError as error:
-        return None, f"no page: {error}: pip install 'mismatch-plugin[lab]'"
-    except OSError as error:
-        return None, f"no page: {error.filename} cannot be written ({error.strerror}); choose another folder with --out"
-    return page, ""

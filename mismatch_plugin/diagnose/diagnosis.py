@@ -143,10 +143,11 @@ def diagnose_files(
         verdict = "undecided"
     else:
         verdict = "normal" if answer[0] else "large"
+    headline, next_step = _words(verdict, batch, findings, level, copied, command)
     found = Diagnosis(
         verdict=verdict,
-        headline=_headline(verdict, batch, findings, level),
-        next_step=_next_step(verdict, batch, findings, level, copied, command),
+        headline=headline,
+        next_step=next_step,
         source=encodable(str(path)),
         format=format,
         host=host,
@@ -214,50 +215,46 @@ def _stale(batch: Batch) -> float:
     return float(max([0, *behind])) if behind or not pairs else float(max(numbers) - min(numbers))
 
 
-def _headline(verdict: Verdict, batch: Batch, findings: Sequence[Finding], level: Mismatch | None) -> str:
-    """One sentence."""
-    faults = [item.fault for item in findings if item.counts]
-    counted = f"{len(batch):,} samples, {batch.token_count:,} tokens"
-    figures = f"{level} over {level.tokens:,} tokens" if level else counted
-    if verdict == "fault":
-        said = f"{', '.join(dict.fromkeys(faults))}; {figures}"
-    elif level is None:
-        one = f"only the rollout side was given; its {figures} have no fault of their own"
-        said = f"no token of {figures} can be compared" if batch.has_training else one
-    elif verdict == "undecided":
-        equal = level.abs_max == 0.0
-        said = f"{'both sides are equal to the last bit' if equal else 'too little can be compared'}; {figures}"
-    else:
-        said = figures
-    return f"{VERDICTS[verdict]}: {said}."
-
-
-def _next_step(
+def _words(
     verdict: Verdict, batch: Batch, findings: Sequence[Finding], level: Mismatch | None, copied: bool, command: str
-) -> str:
-    """What more would tell, where something is open."""
+) -> tuple[str, str]:
+    """(the headline, what more would tell where something is open)."""
+    figures = f"{len(batch):,} samples, {batch.token_count:,} tokens"
+    if level is not None:
+        figures = f"{level} over {level.tokens:,} tokens"
+    equal = level is not None and level.abs_max == 0.0
+    faults = dict.fromkeys(item.fault for item in findings if item.counts)
+    said, step = figures, ""
+    if verdict == "fault":
+        said = f"{', '.join(faults)}; {figures}"
+    elif not batch.has_training:
+        said = f"only the rollout side was given; its {figures} have no fault of their own"
+    elif level is None:
+        said = f"no token of {figures} can be compared"
+    elif verdict == "undecided":
+        said = f"{'both sides are equal to the last bit' if equal else 'too little can be compared'}; {figures}"
     if not batch.has_training:
-        return (
+        step = (
             "There is no training side: add TRAINING, --checkpoint NOW or --url, or let the trainer dump its log-probs "
             "too (docs/inspect.md#what-is-read)."
         )
-    if verdict == "undecided" and copied:
-        return (
+    elif verdict == "undecided" and copied:
+        step = (
             "In bypass mode verl copies rollout_log_probs into old_log_probs: nothing was compared. Dump a step with "
             "algorithm.rollout_correction.bypass_mode=False, or add --checkpoint NOW."
         )
-    if verdict == "undecided":
-        return "Inspect a larger dump: several hundred tokens at least, better some ten thousand."
-    if verdict == "normal" and level is not None and level.abs_max == 0.0:
-        return (
+    elif verdict == "undecided":
+        step = "Inspect a larger dump: several hundred tokens at least, better some ten thousand."
+    elif verdict == "normal" and equal:
+        step = (
             "Both sides are equal to the last bit: aligned kernels work, or one list was given twice (rollout "
             "log-probs copied into old_log_probs)."
         )
-    if verdict != "large" and all(item.fault != UNEXPLAINED for item in findings if item.counts):
-        return ""
-    if batch.now is not None and batch.start is not None:
-        return "No cause was found: see where it sits on the page, and --accept what is meant."
-    return (
-        "To find the cause (updates that did not arrive, a filter, a temperature), give the trainer's weights of now "
-        f"and of the run's start: {command} --checkpoint NOW --reference-checkpoint START"
-    )
+    elif (verdict == "large" or UNEXPLAINED in faults) and batch.now is not None and batch.start is not None:
+        step = "No cause was found: see where it sits on the page, and --accept what is meant."
+    elif verdict == "large" or UNEXPLAINED in faults:
+        step = (
+            "To find the cause (updates that did not arrive, a filter, a temperature), give the trainer's weights of "
+            f"now and of the run's start: {command} --checkpoint NOW --reference-checkpoint START"
+        )
+    return f"{VERDICTS[verdict]}: {said}.", step

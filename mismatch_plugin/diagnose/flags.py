@@ -10,7 +10,7 @@ from typing import Any
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.criteria import BUDGETS
 from mismatch_plugin.config.fields import leaf_fields, value_and_default
-from mismatch_plugin.config.presets import COMPLETE, find_preset
+from mismatch_plugin.config.presets import COMPLETE
 from mismatch_plugin.config.values import ignore_mismatch_warnings, merge
 from mismatch_plugin.hooks.base import METHODS, Lack
 from mismatch_plugin.hooks.hosts import HOSTS
@@ -27,11 +27,9 @@ def trainer_of(format: str) -> str:
 
 
 def config_of(settings: Mapping[str, Any]) -> MismatchConfig:
-    """Of settings as a file for --mismatch-config has them, `preset: NAME` among them. Raises ValueError as `build`."""
-    own = {name: value for name, value in settings.items() if name != "preset"}
-    base = find_preset(str(settings["preset"])).settings() if "preset" in settings else {}
+    """Of nested settings, without a warning. Raises ValueError as `build`."""
     with ignore_mismatch_warnings():
-        return MismatchConfig.build(merge(base, own))
+        return MismatchConfig.build(settings)
 
 
 def flags_for(config: MismatchConfig, host: str) -> str:
@@ -115,8 +113,7 @@ def available(config: MismatchConfig, name: str) -> tuple[MismatchConfig, tuple[
         _drop(data, "terms.kl_importance_weighted")
     if host.needs_patch(config):
         notes.append(f"needs the patch: mismatch-plugin patch apply --host {name} --root DIR")
-    with ignore_mismatch_warnings():
-        return MismatchConfig.build(data), tuple(notes)
+    return config_of(data), tuple(notes)
 
 
 def _drop(data: dict[str, Any], path: str) -> None:

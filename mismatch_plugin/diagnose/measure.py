@@ -204,8 +204,6 @@ ENTROPY_EDGES = (0.01, 0.1, 0.5, 1.0, 2.0)
 MAX_TURNS = 8
 MAX_NAMES = 24
 MAX_STALENESS = 8
-UNKNOWN = -(2**31)
-"""Staleness of a token whose version, or whose trainer's version, has no number."""
 OLD_SHARE = 0.05
 """Of the tokens: so few of the oldest may be left out."""
 
@@ -254,12 +252,13 @@ def _parts(batch: Batch, packed: PackedSequences) -> Iterator[tuple[str, Sequenc
     which run of tokens that train. staleness: steps that a token's version is behind the trainer's."""
     samples, lengths = samples_of(batch, packed), np.array(packed.lengths)
     assert packed.positions is not None and packed.rollout_log_probs is not None
-    yield "position", _counted(POSITION_EDGES), _bucket(packed.positions, POSITION_EDGES)
-    of_sample = _bucket(np.array([len(sample) for sample in samples]), LENGTH_EDGES)
+    positions, log_probs = packed.positions.numpy(), packed.rollout_log_probs.numpy()
+    yield "position", _counted(POSITION_EDGES), np.digitize(positions, POSITION_EDGES)
+    of_sample = np.digitize([len(sample) for sample in samples], LENGTH_EDGES)
     yield "length", _counted(LENGTH_EDGES), np.repeat(of_sample, lengths)
-    yield "probability", _between(PROBABILITY_EDGES), _bucket(packed.rollout_log_probs, np.log(PROBABILITY_EDGES))
+    yield "probability", _between(PROBABILITY_EDGES), np.digitize(log_probs, np.log(PROBABILITY_EDGES))
     if packed.entropy is not None:
-        yield "entropy", _between(ENTROPY_EDGES), _bucket(packed.entropy, ENTROPY_EDGES)
+        yield "entropy", _between(ENTROPY_EDGES), np.digitize(packed.entropy.numpy(), ENTROPY_EDGES)
     turns = packed.unit_numbers()[0].numpy()
     if turns.max() > 0:
         labels = [*map(str, range(1, MAX_TURNS + 1)), f"from {MAX_TURNS + 1}"]
@@ -270,10 +269,10 @@ def _parts(batch: Batch, packed: PackedSequences) -> Iterator[tuple[str, Sequenc
         codes = at_tokens(lambda s: version_of_tokens(s.weight_versions, code, len(s), code[None]), samples, packed)
         yield "version", labels, codes
     steps = at_tokens(_behind, samples, packed)
-    if (steps != UNKNOWN).any():
+    if (known := np.isfinite(steps)).any():
         labels = ["ahead", *map(str, range(MAX_STALENESS + 1)), f"from {MAX_STALENESS + 1}", "unknown"]
-        codes = np.clip(steps, -1, MAX_STALENESS + 1) + 1
-        yield "staleness", labels, np.where(steps == UNKNOWN, len(labels) - 1, codes)
+        codes = np.clip(np.where(known, steps, 0), -1, MAX_STALENESS + 1).astype(np.int64) + 1
+        yield "staleness", labels, np.where(known, codes, len(labels) - 1)
     for part, name in enumerate(("server", "dp_rank")):
         values = [sample.worker[part] for sample in samples]
         if named := sorted({value for value in values if value is not None}):
@@ -290,15 +289,10 @@ def _named(names: Sequence[Any], others: str) -> tuple[dict[Any, int], list[str]
     return code | {None: len(shown) + 1}, [*map(str, shown), others, "unknown"]
 
 
-def _behind(sample: Sample) -> Ints:
-    """[n] trainer's version − token's version, in steps of the numbers at their ends; UNKNOWN where one has none."""
+def _behind(sample: Sample) -> Floats:
+    """[n] trainer's version − token's version, in steps of the numbers at their ends; NaN where one has none."""
     trainer, numbers = version_number(sample.trainer_version), numbered_versions(sample)
-    return np.where(numbers < 0, UNKNOWN, UNKNOWN if trainer is None else np.maximum(trainer - numbers, UNKNOWN + 1))
-
-
-def _bucket(values: Tensor | Ints, edges: Sequence[float] | Floats) -> Ints:
-    """How many edges are ≤ the value."""
-    return np.searchsorted(np.asarray(edges), np.asarray(values), side="right")
+    return np.where(numbers < 0, math.nan, (math.nan if trainer is None else trainer) - numbers)
 
 
 def _counted(edges: Sequence[int]) -> tuple[str, ...]:

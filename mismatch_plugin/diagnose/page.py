@@ -10,7 +10,7 @@ import mismatch_plugin
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.diagnose import screen
 from mismatch_plugin.diagnose.flags import TITLES
-from mismatch_plugin.diagnose.result import Diagnosis, Prediction
+from mismatch_plugin.diagnose.result import Diagnosis
 from mismatch_plugin.files import write_whole
 from mismatch_plugin.limits import SAFETY_BOUND
 from mismatch_plugin.report.table import NOTHING, Table, compact, figure
@@ -25,8 +25,8 @@ UNITS = {
 }
 
 
-def write_page(diagnosis: Diagnosis, path: Path) -> None:
-    """Write the page, whole or not at all. Raises OSError as `open`."""
+def write_page(diagnosis: Diagnosis, path: Path) -> Path:
+    """Write the page, whole or not at all; returns its path. Raises OSError as `open`."""
     verdict, _, rest = diagnosis.headline.partition(": ")
     advice = diagnosis.recommendation
     html = (
@@ -53,6 +53,7 @@ def write_page(diagnosis: Diagnosis, path: Path) -> None:
         )
     )
     write_whole(path, html)
+    return path
 
 
 def _tables(diagnosis: Diagnosis) -> dict[str, Table]:
@@ -81,21 +82,10 @@ def _predictions(diagnosis: Diagnosis) -> Table:
     """All predictions, the chosen ones first."""
     chosen = screen.chosen_predictions(diagnosis)
     others = [item for item in diagnosis.predictions if all(item is not other for _, other in chosen)]
-    rows = [_row(item, mark) for mark, item in [*chosen, *(("", item) for item in others)]]
+    rows = []
+    for mark, item in [*chosen, *(("", item) for item in others)]:
+        shares = (item.kept, item.kept_positive, item.kept_negative, item.ess, item.groups_changed)
+        *kept, moved = (NOTHING if value is None else screen.share(value) for value in shares)
+        weights = (figure(item.mean_weight), figure(item.max_weight), screen.times(item.noise), figure(item.bias))
+        rows.append((item.setting, mark, *kept, *weights, moved, "yes" if item.second_pass else "no"))
     return Table("Predictions", HEADERS, tuple(rows))
-
-
-def _row(item: Prediction, mark: str) -> tuple[str, ...]:
-    def part(value: float | None) -> str:
-        return NOTHING if value is None else screen.share(value)
-
-    return (
-        item.setting,
-        mark,
-        *map(part, (item.kept, item.kept_positive, item.kept_negative, item.ess)),
-        *map(figure, (item.mean_weight, item.max_weight)),
-        screen.times(item.noise),
-        figure(item.bias),
-        part(item.groups_changed),
-        "yes" if item.second_pass else "no",
-    )

@@ -352,9 +352,8 @@ def _draw(source: Source, folder: Path) -> tuple[Path | None, str]:
                 axis.plot(steps[there], values[there], label=name, marker="." if there.sum() <= 25 else None)
         if axis.lines:
             bottom, top = axis.get_ylim()
-            room = 1.5 * (top - bottom)
             for mark in marks:
-                if bottom - room <= mark <= top + room:  # one far outside would squeeze the curves flat
+                if abs(2 * mark - top - bottom) <= 4 * (top - bottom):  # one far outside would squeeze the curves flat
                     axis.axhline(mark, color="#555555", linestyle="--", linewidth=0.9)
             axis.legend(fontsize=8)
     try:

@@ -16,7 +16,7 @@ from tests.diagnose.door import samples_of, told
 from tests.diagnose.test_screen import FIRST, of_verdict
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>{{ 7 * 7 }}"
-PICTURE = '<svg viewBox'
+PICTURE = "<svg viewBox"
 
 
 class Tags(HTMLParser):

@@ -300,13 +300,27 @@ def test_a_run_is_gated(tmp_path: Path) -> None:
     untold = write_run(tmp_path / "untold", [6e-4] * 10, tokens=None)  # by k3 alone
     for path, options, status, said in (
         (sound, (), 0, ""),
-        (sound, ("--gate",), 0, "gate: passed: k3 0.0006 nats per token against a bar of 0.001 (default 0.001), over these"),
-        (sound, ("--gate-kl", "1e-4"), 1, "gate: failed: k3 0.0006 nats per token against a bar of 0.0001 (given by hand), over these"),
+        (
+            sound,
+            ("--gate",),
+            0,
+            "gate: passed: k3 0.0006 nats per token against a bar of 0.001 (default 0.001), over these",
+        ),
+        (
+            sound,
+            ("--gate-kl", "1e-4"),
+            1,
+            "gate: failed: k3 0.0006 nats per token against a bar of 0.0001 (given by hand), over these",
+        ),
         (few, ("--gate",), 3, "gate: not decided, too few tokens or no k3"),
         (untold, ("--gate",), 0, "gate: passed"),
     ):
         result = run(path, "--no-report", *options)
-        assert result.exit_code == status and said in " ".join(result.output.split()) and ("gate:" in result.output) == bool(options)
+        assert (
+            result.exit_code == status
+            and said in " ".join(result.output.split())
+            and ("gate:" in result.output) == bool(options)
+        )
         gate = told(path, *options)["gate"]
         assert (gate and gate["passed"]) == ({0: True, 1: False, 3: None}[status] if options else None)
 

@@ -7,7 +7,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,9 +25,6 @@ from mismatch_plugin.diagnose.result import Finding
 from mismatch_plugin.diagnose.scorers import Checkpoint, rescore, with_reference, with_training
 from mismatch_plugin.sglang.delivered import Delivered, of_sums, sampled, sums
 from mismatch_plugin.sglang.http import shown
-
-if TYPE_CHECKING:
-    from mismatch_plugin.sglang.control import ServerInfo
 
 MIN_SAMPLES, FAR_Z_SCORE = 8, 4.0
 NEAR_START, BEYOND_LABELS = 0.75, 0.35
@@ -352,8 +349,11 @@ def compare_servers(
         what = f"the server at {shown(url)}, rescoring at temperature 1, against {against}: "
         notes += [*risks, what + ("no token can be compared" if level is None else str(level))]
         gaps = [np.abs(logit_gap(one, one.rollout_log_probs, one.train_log_probs)) for one in batch]
+        precision = "float32" if info.dtype in ("float32", "float") else "16 bits"  # where it tells nothing, too
+        if below_16_bits(info.quantization, info.kv_cache_dtype):
+            precision = "quantised"
         if np.isfinite(np.concatenate(gaps)).any():
-            compared.append(Rescored(url, _precision(info), batch, gaps, float(np.nanmedian(np.concatenate(gaps)))))
+            compared.append(Rescored(url, precision, batch, gaps, float(np.nanmedian(np.concatenate(gaps)))))
     nearest = min(compared, key=lambda one: one.median, default=None)
     found = [_judge(one, nearest, against) for one in compared if nearest]
     return notes, [item for item in found if item]
@@ -382,10 +382,3 @@ def _judge(one: Rescored, nearest: Rescored, against: str) -> Finding | None:
     }
     fix = FIX.format(which=shown(one.url))
     return batch.finding("server_differs", "rollout", evidence, fix, batch.samples, **about)
-
-
-def _precision(info: ServerInfo) -> str:
-    """By what the server tells of itself; "16 bits" where it tells nothing."""
-    if below_16_bits(info.quantization, info.kv_cache_dtype):
-        return "quantised"
-    return "float32" if info.dtype in ("float32", "float") else "16 bits"
