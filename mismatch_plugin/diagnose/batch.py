@@ -218,10 +218,6 @@ class Comparison(NamedTuple):
     deviations: float
     tokens: int
 
-    def clearly_better(self, factor: float, standard_errors: float, minimum: float) -> bool:
-        """The other fits better: below `factor` times the own distance, far outside chance, by `minimum` nats."""
-        return self.other < factor * self.own and self.deviations > standard_errors and self.own - self.other > minimum
-
 
 def compare(own: Floats, other: Floats) -> Comparison:
     """Paired, token by token, over the shorter length."""

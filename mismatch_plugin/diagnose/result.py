@@ -200,7 +200,8 @@ class Group(Frozen):
 
 
 class Size(Frozen):
-    """How large the mismatch is. quantiles: of the log-ratio, by "p0.1" … "p99.9". breakdowns: by what → groups."""
+    """How large the mismatch is. quantiles: of the log-ratio, by "p0.1" … "p99.9". breakdowns: by what → groups,
+    versions from the newest on."""
 
     quantiles: dict[str, float]
     breakdowns: dict[str, tuple[Group, ...]]

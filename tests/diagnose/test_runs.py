@@ -312,6 +312,7 @@ def test_a_run_is_gated(tmp_path: Path) -> None:
             1,
             "gate: failed: k3 0.0006 nats per token against a bar of 0.0001 (given by hand), over these",
         ),
+        (sound, ("--flags", "--mismatch-gate-kl 1e-4"), 1, "gate: failed"),
         (few, ("--gate",), 3, "gate: not decided, too few tokens or no k3"),
         (untold, ("--gate",), 0, "gate: passed"),
     ):

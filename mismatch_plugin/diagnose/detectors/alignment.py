@@ -53,8 +53,10 @@ def moved(sample: Sample, lag: int) -> Floats:
     return distances(sample, shifted(sample.train_log_probs, lag, len(sample)))
 
 
-def _clear(comparison: Comparison, minimum: int, standard_errors: float = STANDARD_ERRORS) -> bool:
-    return comparison.tokens >= minimum and comparison.clearly_better(FACTOR, standard_errors, MIN_GAIN_NATS)
+def _clear(found: Comparison, minimum: int, standard_errors: float = STANDARD_ERRORS) -> bool:
+    """The other fits better, far outside chance."""
+    better = found.other < FACTOR * found.own and found.own - found.other > MIN_GAIN_NATS
+    return found.tokens >= minimum and better and found.deviations > standard_errors
 
 
 def _best_lag(
@@ -276,7 +278,7 @@ def find_shift(batch: Batch) -> Outcome:
                 lagged.append((sample, *together))
         elif usual:  # or it follows the others if it fits far better
             followed = compare(distances(sample), moved(sample, usual[0]))
-            if followed.clearly_better(FACTOR, 0.0, MIN_GAIN_NATS):
+            if _clear(followed, 2, 0.0):
                 lagged.append((sample, usual[0], followed))
     if not lagged:
         return [], batch

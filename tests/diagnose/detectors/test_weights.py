@@ -13,6 +13,7 @@ import pytest
 
 from mismatch_plugin.data.files import write_samples
 from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.data.served import Served
 from mismatch_plugin.data.versions import WeightSpan
 from tests.diagnose.door import CLEAN, faults, findings, inspect, named, samples_of, saved, told
 from tests.fixtures.sglang_check.policies import FOLDER, recorded, score, training
@@ -265,8 +266,9 @@ def often(draw: np.random.Generator, _: np.ndarray) -> np.ndarray:
     return np.where(chosen, size, draw.normal(0, 0.01, SHAPE))
 
 
-UNEXPLAINED = ("unexplained", "fault", "possible")
+UNEXPLAINED, QUANTISED = ("unexplained", "fault", "possible"), ("quantised", "note", "possible")
 OF_VERSION_4 = {"weight_versions": (WeightSpan(version="4", start=0, end=SHAPE[1]),)}
+IN_BF16 = {"server": "a", "sglang": "1", "dtype": "bfloat16", "head_dtype": "float32", "weights": ()}
 LARGE = ("K and V", "RoPE", "LoRA", "--checkpoint NOW --reference-checkpoint START", "--engine fp8")
 
 
@@ -279,8 +281,10 @@ LARGE = ("K and V", "RoPE", "LoRA", "--checkpoint NOW --reference-checkpoint STA
         (tokens((SAMPLE < 4) & (PLACE % 5 == 0), -4.0), (), None, ()),
         # Even noise: of bf16, of quantised pairs, of those alone that are known to be quantised, of none.
         (of_logits(0.03), (), None, ()),
-        (of_logits(0.09), (), ("quantised", "note", "possible"), ()),
-        (of_logits(0.25), ("--engine", "fp8"), ("quantised", "note", "possible"), ()),
+        (of_logits(0.09), (), QUANTISED, ()),
+        (of_logits(0.25), ("--engine", "fp8"), QUANTISED, ()),
+        (of_logits(0.25, served=Served(**IN_BF16, kv_cache_dtype="fp8_e4m3")), (), QUANTISED, ()),
+        (of_logits(0.25, served=Served(**IN_BF16, kv_cache_dtype="bf16")), (), UNEXPLAINED, ()),
         (of_logits(0.25), (), UNEXPLAINED, LARGE),
         (of_logits(0.8), (), UNEXPLAINED,
          ("k3 0.127 is above 0.1 and mean |gap| 0.396 is above 0.35", "the median one has k3")),
