@@ -8,7 +8,7 @@ from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, PrivateAttr, ValidationError, ValidationInfo, model_validator
 
@@ -39,13 +39,20 @@ class MismatchConfig(Settings):
     Two flags choose the algorithm (`.algorithm`): 0 PPO, 1 bypass PPO, 2 decoupled PPO, 3 REINFORCE + IS.
     Build it directly, or with `from_file`, `from_args`, `mismatch_plugin.preset`, `mismatch_plugin.compat`.
 
-    Raises: ValueError naming the field (or flag), the value and the fix, pydantic.ValidationError where it is built
-    directly; also where a setting given by hand would have no effect. Warns (MismatchWarning) where a setting is legal
-    but outside its known range.
+    Raises: ValueError naming the field (or flag), the value and the fix; also where a setting given by hand would have
+    no effect. Warns (MismatchWarning) where a setting is legal but outside its known range.
     """
 
     _by_hand: frozenset[str] | None = PrivateAttr(default=None)
     """Dotted paths of the settings that a person asked for; None: all that differ from their defaults."""
+
+    if not TYPE_CHECKING:  # editors keep the signature that pydantic gives them
+
+        def __init__(self, **settings: Any) -> None:
+            try:
+                super().__init__(**settings)
+            except ValidationError as error:
+                raise plain_error(error, type(self)) from None
 
     def __eq__(self, other: object) -> bool:
         """Equal settings, however they were given."""
@@ -72,8 +79,10 @@ class MismatchConfig(Settings):
         refused; elsewhere it is a MismatchWarning. None: whatever differs from its default. flags: those of them that
         errors are to name as flags. Raises: ValueError, one sentence a fault.
         """
+        config = cls.__new__(cls)
+        context = {"by_hand": by_hand, "typed": flags}
         try:
-            config = cls.model_validate(data, context={"by_hand": by_hand, "typed": flags})
+            cls.__pydantic_validator__.validate_python(data, self_instance=config, context=context)
         except ValidationError as error:
             raise plain_error(error, cls, flags) from None
         config._by_hand = None if by_hand is None else frozenset(by_hand)

@@ -125,7 +125,7 @@ def rejection_inputs(
     thresholds: Mapping[str, Tensor] | None = None,
 ) -> RejectionInputs:
     """What this batch's criteria judge. current_T: [T] log π_θ, read where `config.rejects_on_current_policy`; l is 0
-    where it is invalid. Raises ValueError where it is missing."""
+    where it is invalid. Raises ValueError where it is missing, or thresholds are of other criteria."""
     advantages = None
     if config.advantage_readers:
         assert packed.advantages is not None  # validate_fields
@@ -137,6 +137,12 @@ def rejection_inputs(
             "choose rs.policy auto, which judges old_log_probs."
         )
     judged = select_again(tokens, current_T) if separate and current_T is not None else tokens
+    budgets = [criterion.name for criterion in config.budgets]
+    if thresholds and not (isinstance(thresholds, Mapping) and thresholds.keys() <= {*budgets}):
+        raise ValueError(
+            f"thresholds, a {type(thresholds).__name__}, is not of these settings: pass Statistics.thresholds of the "
+            f"step before, with one for each budget ({', '.join(budgets) or 'there is none'})."
+        )
     return RejectionInputs(judged, advantages, separate, thresholds or {})
 
 

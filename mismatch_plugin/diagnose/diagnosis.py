@@ -17,7 +17,7 @@ from mismatch_plugin.diagnose.detectors.checkpoints import compare_servers, work
 from mismatch_plugin.diagnose.detectors.run import FAULTS, check_batch
 from mismatch_plugin.diagnose.detectors.served import note
 from mismatch_plugin.diagnose.detectors.size import mismatch
-from mismatch_plugin.diagnose.flags import config_of, trainer_of
+from mismatch_plugin.diagnose.flags import available, config_of, trainer_of
 from mismatch_plugin.diagnose.measure import OF_PREDICTIONS, figures_of, groups_of, measure, packed_of, subset
 from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS, SMALL_K3, UNEXPLAINED, Hints, gate, normality
 from mismatch_plugin.diagnose.predict import Predictor, bounds_for, histogram, lacking
@@ -25,6 +25,7 @@ from mismatch_plugin.diagnose.recommend import recommend
 from mismatch_plugin.diagnose.result import VERDICTS, Diagnosis, Finding, Mismatch, Verdict
 from mismatch_plugin.diagnose.scorers import Checkpoint, from_checkpoint, from_server, with_reference
 from mismatch_plugin.files import encodable
+from mismatch_plugin.hooks.hosts import HOSTS
 
 
 def own_settings(config: Path | None, preset: str | None, flags: str | None) -> MismatchConfig | None:
@@ -168,6 +169,8 @@ def diagnose_files(
         packed, left_out = packed_of(batch)
         part, said = subset(packed)
         groups = groups_of(batch, part)
+        if own is not None and host in HOSTS:
+            said += available(own, host)[1]
         if own is not None and (lack := lacking(own, packed, groups)):
             said.append(f"your settings are not measured, nor predicted: the dump lacks {lack}")
             own = None

@@ -269,7 +269,7 @@ class StepLoss:
                 parameter.grad.mul_(self.gradient_scale.to(parameter.grad.device))
 
 
-def step_loss(results: Sequence[PolicyLoss], group: dist.ProcessGroup | None = None) -> StepLoss:
+def step_loss(results: Iterable[PolicyLoss] | PolicyLoss, group: dist.ProcessGroup | None = None) -> StepLoss:
     """What ends the arithmetic of one optimizer step: Σ over micro-batches and ranks, then one division.
 
     loss = R · (Σ loss_sum · f / F / Σ denominator + Σ terms / Σ terms_denominator): the Σ in the numerators over this
@@ -285,6 +285,7 @@ def step_loss(results: Sequence[PolicyLoss], group: dist.ProcessGroup | None = N
     and for the scope rollout_batch.
     """
     groups = ParallelGroups(dp=group, dp_cp=group)
+    results = [results] if isinstance(results, PolicyLoss) else [*results]
     if not results:
         groups.agree(StepKind(failure=NO_MICRO_BATCH), stages=False)  # raises, on the other ranks as well
     config = results[0].statistics.config

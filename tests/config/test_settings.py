@@ -216,8 +216,8 @@ def test_wrong_values_are_one_sentence_each(settings: dict[str, Any], sentence: 
     with pytest.raises(ValueError, match=re.escape(sentence)) as caught:
         mp.MismatchConfig.build({"use_tis": True, **settings})
     assert "\n" not in str(caught.value)
-    with pytest.raises(ValidationError):
-        mp.MismatchConfig(**settings)
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        mp.MismatchConfig(**{"use_tis": True, **settings})
 
 
 def test_numbers_bounds_and_switches_as_people_write_them() -> None:

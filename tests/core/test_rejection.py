@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -114,6 +114,9 @@ def test_m2po_by_hand() -> None:
         thresholds = mp.correct(packed, settings).statistics.thresholds()
         return mp.correct(packed, settings, thresholds=thresholds).keep.tolist(), float(thresholds["token_k2"])
 
+    for wrong in (["0.1"], {"token_k3": torch.ones(())}):
+        with pytest.raises(ValueError, match=rf"thresholds, a {type(wrong).__name__}, .* each budget \(token_k2\)"):
+            mp.correct(packed, mp.preset("m2po"), thresholds=cast("Any", wrong))
     keep, threshold = second(mp.preset("m2po"))
     assert keep == [1, 1, 0, 0] and 0.02 < threshold < 0.18
     wide = rejecting("token:k2:0.02:mean=0.18")  # the mean of all is below: nothing is rejected

@@ -327,6 +327,8 @@ def test_a_trainer_is_recommended_what_it_can_run(kl: float, length: int, settin
     assert advice["setting"] == setting and settings_of(advice).use_rollout_log_probs
     assert "mismatch_plugin.hooks.prime_rl.policy_loss" in advice["flags"]["prime-rl"]
     assert any(item["setting"] == setting for item in found["predictions"])
+    told = inspect(noise(kl, length), "--host", "prime-rl", "--preset", "sapo", *ANYTHING)["notes"]
+    assert any(note.startswith("algorithm") and "cannot be had on prime-rl" in note for note in told), told
 
 
 SHOWN = [*{row[2]: number for number, row in enumerate(ADVICE)}.values()]

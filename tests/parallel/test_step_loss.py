@@ -146,7 +146,8 @@ def test_a_step_without_accepted_tokens_is_zero_and_connected() -> None:
     assert loss == 0.0 and not gradient.any() and metrics["rollout_corr/all_rejected"] == 1.0
     assert step(config, CUT, accumulate=True)[0] == 0.0
     (one,) = parts_of(made(aggregation="seq-mean-token-mean"), [range(1)], data().current)
-    assert float(mp.step_loss([one]).loss) == pytest.approx(float(one.loss)), "of one response"
+    for given in (one, [one], iter([one])):  # of one response
+        assert float(mp.step_loss(given).loss) == pytest.approx(float(one.loss))
     with pytest.raises(ValueError, match="no micro-batch was given to this step"):
         mp.step_loss([])
 

@@ -70,7 +70,8 @@ def test_loss_and_gradient_are_those_of_the_reference(name: str, trained: Runs, 
     gradients = []
     for step in run.steps:
         theirs = torch.cat(step.of_responses("gradient"))
-        gradients.append(float((theirs - step.reference(config)[1]).abs().max() / theirs.abs().max()))
+        size = theirs.abs().max().clamp(min=1e-6)  # a step whose groups have one reward each trains nothing
+        gradients.append(float((theirs - step.reference(config)[1]).abs().max() / size))
     assert largest(gradients) < TOLERANCE
     if name not in ("algorithm_0", "algorithm_1"):
         assert max(abs(step.reference(config)[0] - step.reference(plain)[0]) for step in run.steps) > 10 * TOLERANCE
