@@ -48,11 +48,10 @@ class MilesAdapter(RayAdapter):
         return found["log_probs"], found.get("entropy")
 
     def log(self, args: Namespace, metrics: dict[str, float]) -> None:
-        if self.writes(args):
-            import_module("miles.utils.tracking_utils.tracking").log(args, metrics, step_key="train/step")
+        import_module("miles.utils.tracking_utils.tracking").log(args, metrics, step_key="train/step")
 
-    def writes(self, args: Namespace) -> bool:
-        return not _parallel_state().indep_dp.rank
+    def is_first(self, groups: ParallelGroups) -> bool:
+        return groups.is_first_of_stage and not _parallel_state().indep_dp.rank
 
     def before_train_step(
         self, args: Namespace, rollout_id: int, step_id: int, model: Sequence[Any], optimizer: Any, scheduler: Any

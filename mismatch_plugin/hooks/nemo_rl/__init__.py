@@ -326,7 +326,7 @@ def setup_with_loss(
     loss = MismatchLoss(master_config, bool(getattr(theirs, "use_fused_linear_logprobs", False)))
     if config.report_dir is not None:
         logger = _only(made, "logger", lambda item: callable(getattr(item, "log_metrics", None)))
-        wrap_once(logger, "log_metrics", partial(_log_metrics, config))
+        wrap_once(logger, "log_metrics", partial(report_logged, config))
     return tuple(loss if item is theirs else item for item in made)
 
 
@@ -336,14 +336,6 @@ def _only(made: tuple[Any, ...], what: str, is_one: Callable[[Any], bool]) -> An
     if len(found) != 1:
         raise ValueError(f"NeMo-RL's setup returned an unknown form, with {len(found)} items that may be its {what}.")
     return found[0]
-
-
-def _log_metrics(
-    config: MismatchConfig, own: Callable[..., None], metrics: Mapping[str, Any], step: int, *args: Any, **kwargs: Any
-) -> None:
-    """The logger's own, and a line of the report where these are a step's. Next to ours it has NeMo-RL's numbers."""
-    own(metrics, step, *args, **kwargs)
-    report_logged(config, int(step), metrics)
 
 
 # The launcher ---------------------------------------------------------------------------------------------------------

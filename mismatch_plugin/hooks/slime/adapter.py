@@ -45,16 +45,12 @@ from mismatch_plugin.hooks.slime.config import (
 )
 from mismatch_plugin.hooks.slime.updates import WeightUpdates
 from mismatch_plugin.parallel.agreement import StepKind, settings_of
-from mismatch_plugin.parallel.context import local_positions, padded_length
+from mismatch_plugin.parallel.context import chunk_lengths, local_positions, padded_length, select_tokens_of
 from mismatch_plugin.parallel.groups import ParallelGroups
 
 
 def pack_local(
-    args: Namespace,
-    batch: Mapping[str, Any],
-    groups: ParallelGroups,
-    needs: Sequence[str] = (),
-    **tokens: Sequence[Tensor] | None,
+    args: Namespace, batch: Mapping[str, Any], groups: ParallelGroups, **tokens: Sequence[Tensor] | None
 ) -> PackedSequences:
     """This rank's tokens of a micro-batch. No collective, no host sync on what the samples hold.
 
@@ -62,33 +58,35 @@ def pack_local(
     the response the tokens whose *predicting* position lies in them; maybe none.
     batch: loss_masks ([response] a sample, whole on every rank; anything but 0 trains), total_lengths,
         response_lengths, and under `--qkv-format bshd` (miles) max_seq_lens, which the chunks are cut from.
-    needs: `Unit.needs`, what is to be said of the whole sequences under context parallelism.
     tokens: per-token fields of `PackedSequences`, [this rank's tokens] a sample; None or [] leaves one out. All are
         detached but the entropy, whose gradient is the bonus.
     Raises ValueError where a field does not cover this rank's tokens of a sample.
     """
-    masks, totals, responses = batch["loss_masks"], batch["total_lengths"], batch["response_lengths"]
+    masks, totals, responses = batch["loss_masks"], batch["total_lengths"], tuple(batch["response_lengths"])
     size, rank = groups.cp_size, groups.cp_rank
-    lengths, held, chunks = tuple(responses), [], []
-    if size > 1:
-        padded = batch.get("max_seq_lens") if getattr(args, "qkv_format", "thd") == "bshd" else None
-        for length, total, response in zip(padded or totals, totals, responses, strict=True):
-            whole, prompt = padded_length(length, "zigzag", size), total - response
-            at = local_positions(whole, "zigzag", size, rank) + 1 - prompt  # in the response, of the predicted token
-            held.append(at[(at >= 0) & (at < response)])
-            if "chunk_lengths" in needs:
-                chunk = (held[-1] + prompt - 1) // (whole // (2 * size))
-                chunks.append(tuple(chunk.bincount(minlength=2 * size).tolist()))
-        lengths = tuple(map(len, held))
     for sample, (mask, response) in enumerate(zip(masks, responses, strict=True)):
         if mask.shape != (response,):
             raise ValueError(
                 f"loss_masks of sample {sample} has shape {tuple(mask.shape)}, its response {response} tokens: the "
                 f"mask must cover the whole response on every rank."
             )
+    packed = PackedSequences(loss_mask=torch.cat(list(masks)) != 0, lengths=responses)
+    if size > 1:
+        padded = batch.get("max_seq_lens") if getattr(args, "qkv_format", "thd") == "bshd" else None
+        start, held, chunks = 0, [], []
+        for sample, (length, total, response) in enumerate(zip(padded or totals, totals, responses, strict=True)):
+            whole, prompt = padded_length(length, "zigzag", size), total - response
+            at = local_positions(whole, "zigzag", size, rank)
+            at = at[(at + 1 >= prompt) & (at + 1 < total)]  # those that predict a token of the response
+            held.append(start + at + 1 - prompt)
+            chunks.append(2 * size * sample + at // (whole // (2 * size)))
+            start += response
+        lengths = tuple(map(len, held))
+        index = torch.cat(held).to(packed.loss_mask.device)
+        packed = select_tokens_of(packed, index, lengths, chunk_lengths(torch.cat(chunks), 2 * size, packed))
     fields: dict[str, Any] = {}
     for name, values in tokens.items():
-        for sample, (value, length) in enumerate(zip(values or (), lengths, strict=bool(values))):
+        for sample, (value, length) in enumerate(zip(values or (), packed.lengths, strict=bool(values))):
             if value.shape != (length,):
                 raise ValueError(
                     f"{name} of sample {sample} has shape {tuple(value.shape)}, but this rank holds {length} of "
@@ -97,19 +95,7 @@ def pack_local(
         if values:
             joined = torch.cat(list(values))
             fields[name] = joined if name == "entropy" else joined.detach()
-
-    mask = torch.cat(list(masks))
-    if size > 1:
-        starts = torch.tensor([0, *responses]).cumsum(0).tolist()
-        index = torch.cat([start + at for start, at in zip(starts, held, strict=False)]).to(mask.device)
-        fields["positions"] = torch.cat(held).to(mask.device)
-        if "unit_ids" in needs:
-            unit_ids, counts = PackedSequences(loss_mask=mask != 0, lengths=tuple(responses)).unit_numbers()
-            fields |= {"unit_ids": unit_ids[index], "unit_counts": counts}
-        if "chunk_lengths" in needs:
-            fields["chunk_lengths"] = tuple(chunks)
-        mask = mask[index]
-    return PackedSequences(loss_mask=mask != 0, lengths=lengths, **fields)
+    return packed.replace(**fields)
 
 
 Reduce = Callable[[Tensor], Tensor]
@@ -231,7 +217,7 @@ class RayAdapter(ABC):
         self.host = host = HOSTS[self.name]
         self.settings, self.check = partial(read_settings, host=host), partial(check_arguments, host=host)
         self.describe = partial(describe_settings, host=host)
-        self.run = MegatronStep(self._log_step, writes=self.writes)
+        self.run = MegatronStep(self._log_step, self.is_first)
         self.versions, self.updates = Versions(self.name), WeightUpdates(self.name, self.run.rollout_metrics)
         self._read: tuple[Namespace, MismatchConfig] | None = None
 
@@ -248,9 +234,9 @@ class RayAdapter(ABC):
     def log(self, args: Namespace, metrics: dict[str, float]) -> None:
         """Hand metrics to the host's tracker."""
 
-    def writes(self, args: Namespace) -> bool:
-        """Whether this process writes files, of several replicas."""
-        return True
+    def is_first(self, groups: ParallelGroups) -> bool:
+        """Whether this rank of the last stage speaks for all."""
+        return groups.is_first_of_stage
 
     @cached_property
     def groups(self) -> ParallelGroups:
@@ -379,7 +365,7 @@ class RayAdapter(ABC):
     def _pack(
         self, args: Namespace, batch: Mapping[str, Any], config: MismatchConfig, fields: Mapping[str, Any]
     ) -> PackedSequences:
-        packed = pack_local(args, batch, self.groups, config.unit.needs, **fields)
+        packed = pack_local(args, batch, self.groups, **fields)
         return self.versions.on(packed, config, batch["loss_masks"])
 
     def rollout_data_postprocess(self, args: Namespace, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
