@@ -183,8 +183,17 @@ def _build(given: str) -> MismatchConfig:
         theirs["ppo"] = verl_clip(actor, own.get("objective") or base.get("objective", "ppo"))
     base.pop("ppo", None)
     if name is not None:
-        _validate_switches(name, block, read)
-        base = find_preset(name).settings()
+        record = find_preset(name)
+        for key, default in CORRECTION.items():
+            if block.get(key, default) not in (default, None):
+                raise ValueError(f"{RC}.{key} {block[key]} is next to {BLOCK}.preset {name}: leave one of them out.")
+        # Without bypass_mode verl's switches say nothing of weights.
+        if bypass != (record.algorithm in (1, 3)) or (bypass and read.algorithm != record.algorithm):
+            switches = " and ".join(f"{key}={text(value)}" for key, value in switches_of(record.algorithm).items())
+            raise ValueError(
+                f"preset {name} is algorithm {record.algorithm}, {ALGORITHM_NAMES[record.algorithm]}: set {switches}."
+            )
+        base = record.settings()
         base.pop("ppo", None)
     else:  # rollout_is null names no level, and asks for no weights
         said = {path for path, key in SPELLED.items() if key != "rollout_is" or block.get(key) is not None}
@@ -200,20 +209,6 @@ def _build(given: str) -> MismatchConfig:
             f"choose accepted, or denominator original."
         )
     return config
-
-
-def _validate_switches(name: str, block: Mapping[str, Any], theirs: MismatchConfig) -> None:
-    """Raise ValueError where verl's own keys are next to a preset, or its switches choose another algorithm."""
-    record = find_preset(name)
-    for key, default in CORRECTION.items():
-        if block.get(key, default) not in (default, None):
-            raise ValueError(f"{RC}.{key} {block[key]} is next to {BLOCK}.preset {name}: leave one of them out.")
-    bypass, reinforce = record.algorithm in (1, 3), record.algorithm == 3
-    if theirs.use_rollout_log_probs != bypass or (bypass and (theirs.algorithm == 3) != reinforce):
-        switches = " and ".join(f"{key}={text(value)}" for key, value in switches_of(record.algorithm).items())
-        raise ValueError(
-            f"preset {name} is algorithm {record.algorithm}, {ALGORITHM_NAMES[record.algorithm]}: set {switches}."
-        )
 
 
 def switches_of(algorithm: int) -> dict[str, Any]:
