@@ -86,7 +86,6 @@ class MegatronStep:
         number: int,
         *,
         step_id: int = 0,
-        device: torch.device | str = "cpu",
         failure: str = "",
         compare: bool = True,
     ) -> None:
@@ -110,7 +109,7 @@ class MegatronStep:
         if config.normalizes_step and refusal:
             # Whether the factor is known depends on the data, which the last stage has: all ranks raise, or none.
             if compare:
-                groups.raise_with_last_stage(refusal if step.defers_factor else "", device)
+                groups.raise_with_last_stage(refusal if step.defers_factor else "")
             else:
                 raise ValueError(refusal)
         self._begun, self._seen, self.config = (args, groups, number), [], config

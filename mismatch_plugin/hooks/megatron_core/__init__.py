@@ -137,7 +137,7 @@ class MegatronLoss:
                         "old_log_probs is missing in a micro-batch, and without it the accepted tokens are not known "
                         "before the step: pass it, or choose --mismatch-denominator original."
                     )
-            self.groups.raise_with_last_stage(refusal, packed[0].loss_mask.device)
+            self.groups.raise_with_last_stage(refusal)
         self.step = step
 
     def forward_step(self, data_iterator: Iterator[MegatronBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:

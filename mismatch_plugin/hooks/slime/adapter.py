@@ -413,17 +413,11 @@ class RayAdapter(ABC):
             return
         from megatron.core.utils import get_model_config
 
-        device = next((p.device for p in model[0].parameters()), "cpu")
-        self.run.begin(
-            args,
-            self.config(args),
-            self.groups,
-            get_model_config(model[0]),
-            rollout_id * (self.run.steps_per_rollout or _steps_per_rollout(args)) + step_id,
-            step_id=step_id,
-            device=device,
-            failure=self.versions.failure,
-        )
+        rollouts = rollout_id * (self.run.steps_per_rollout or _steps_per_rollout(args))
+        config, failure = self.config(args), self.versions.failure
+        model_config = get_model_config(model[0])
+        number = rollouts + step_id
+        self.run.begin(args, config, self.groups, model_config, number, step_id=step_id, failure=failure)
 
 
 _HELD = {"log_probs": "old_log_probs"} | {
