@@ -8,7 +8,6 @@ one `MismatchConfig` that comes out.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -446,17 +445,9 @@ def read_version(host: Host, root: Path) -> tuple[str | None, str | None]:
         edited = url is not None and Path(url2pathname(urlparse(url).path)).resolve() == checkout
         if edited or Path(str(found.locate_file(""))).resolve() == root:
             version = version or found.version
-    return version, _checked_out(checkout)
-
-
-def _checked_out(root: Path) -> str | None:
-    """The commit that a checkout is at; None for what is no checkout, also inside of one."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    environment["GIT_CEILING_DIRECTORIES"] = str(root.resolve().parent)
     try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=root, env=environment, capture_output=True, text=True, check=False
-        )
+        words = ["git", f"--git-dir={checkout / '.git'}", "rev-parse", "HEAD"]  # not that of a folder around it
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
     except OSError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+        return version, None
+    return version, done.stdout.strip() if done.returncode == 0 else None

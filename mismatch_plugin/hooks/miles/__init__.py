@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from functools import partial
 from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 
-from mismatch_plugin.hooks.slime import samples
 from mismatch_plugin.hooks.slime.adapter import RayAdapter
 from mismatch_plugin.hooks.slime.samples import keep_served as keep_served
 from mismatch_plugin.parallel.groups import ParallelGroups
@@ -79,5 +77,4 @@ def _parallel_state() -> Any:
 ADAPTER = MilesAdapter()
 settings, check, describe = ADAPTER.settings, ADAPTER.check, ADAPTER.describe
 tis_function, policy_loss = ADAPTER.tis_function, ADAPTER.policy_loss
-before_train_step, init = ADAPTER.before_train_step, ADAPTER.init
-data_source = partial(samples.data_source, ADAPTER.name)
+before_train_step, init, data_source = ADAPTER.before_train_step, ADAPTER.init, ADAPTER.data_source

@@ -43,6 +43,7 @@ from mismatch_plugin.hooks.slime.config import (
     runs,
     set_hook,
 )
+from mismatch_plugin.hooks.slime.samples import data_source
 from mismatch_plugin.hooks.slime.updates import WeightUpdates
 from mismatch_plugin.parallel.agreement import StepKind, settings_of
 from mismatch_plugin.parallel.context import chunk_lengths, local_positions, padded_length, select_tokens_of
@@ -152,29 +153,35 @@ class Versions:
         """
         masks = rollout_data["loss_masks"]
         told = rollout_data.pop(_KEY, None) if self.host == "slime" else rollout_data.get(_KEY)
-        self.trainer, self.failure, self._held = trainer, "", {}
-        if trainer is None:
-            self.failure = (
-                f"--rs-max-staleness counts back from the number of the last weight update, and {self.host}'s training "
-                f"process has none: leave it out."
-            )
-            return
         names = rollout_data.get("sample_indices") or range(len(masks))
-        for name, mask, versions in zip(names, masks, told or [()] * len(masks), strict=True):
-            try:
-                oldest = min(map(_number, versions)) if versions else None
-            except ValueError as error:
-                self.failure = f"sample {name}: {error}"
-                return
-            if oldest is None and bool((mask != 0).any()):
-                patch = f"apply the patch ({VERSIONS_PATCH}), and " if self.host == "slime" else ""
-                self.failure = (
-                    f"sample {name} has no weight version (Sample.weight_versions): {patch}let a custom generate "
-                    f"function call Sample.update_from_meta_info with SGLang's meta_info, or leave --rs-max-staleness "
-                    f"out."
+        self.trainer, self.failure, self._held = trainer, "", {}
+        try:
+            if trainer is None:
+                raise ValueError(
+                    f"--rs-max-staleness counts back from the number of the last weight update, and {self.host}'s "
+                    f"training process has none: leave it out."
                 )
-                return
-            self._held[id(mask)] = mask, trainer if oldest is None else oldest
+            for name, mask, versions in zip(names, masks, told or [()] * len(masks), strict=True):
+                self._held[id(mask)] = mask, self._oldest(name, mask, versions, trainer)
+        except ValueError as error:
+            self.failure = str(error)
+
+    def _oldest(self, name: Any, mask: Tensor, versions: Sequence[Any], trainer: int) -> int:
+        # The hosts name their versions by the number of the update, from 1; SGLang's own name is that before the first.
+        numbers = ["0" if str(version) == INITIAL_VERSION else str(version) for version in versions or ()]
+        for number in numbers:
+            if not number.isdecimal():
+                raise ValueError(
+                    f"sample {name}: weight version {number!r} is not the number of an update: leave "
+                    f"--rs-max-staleness out."
+                )
+        if not numbers and bool((mask != 0).any()):
+            patch = f"apply the patch ({VERSIONS_PATCH}), and " if self.host == "slime" else ""
+            raise ValueError(
+                f"sample {name} has no weight version (Sample.weight_versions): {patch}let a custom generate "
+                f"function call Sample.update_from_meta_info with SGLang's meta_info, or leave --rs-max-staleness out."
+            )
+        return min(map(int, numbers), default=trainer)
 
     def on(self, packed: PackedSequences, config: MismatchConfig, loss_masks: Sequence[Tensor]) -> PackedSequences:
         """The packed batch with the versions of the samples whose masks these are, where the settings need them.
@@ -196,15 +203,6 @@ class Versions:
         return packed.replace(weight_versions=tokens.to(packed.loss_mask.device), trainer_version=self.trainer)
 
 
-def _number(version: Any) -> int:
-    """The hosts name their versions by the number of the update, from 1; SGLang's own name is that before the first."""
-    if str(version) == INITIAL_VERSION:
-        return 0
-    if not str(version).isdecimal():
-        raise ValueError(f"weight version {version!r} is not the number of an update: leave --rs-max-staleness out.")
-    return int(version)
-
-
 class RayAdapter(ABC):
     """The hooks of one host; its path arguments name the public methods. One per process.
 
@@ -216,7 +214,7 @@ class RayAdapter(ABC):
     def __init__(self) -> None:
         self.host = host = HOSTS[self.name]
         self.settings, self.check = partial(read_settings, host=host), partial(check_arguments, host=host)
-        self.describe = partial(describe_settings, host=host)
+        self.describe, self.data_source = partial(describe_settings, host=host), partial(data_source, self.name)
         self.run = MegatronStep(self._log_step, self.is_first)
         self.versions, self.updates = Versions(self.name), WeightUpdates(self.name, self.run.rollout_metrics)
         self._read: tuple[Namespace, MismatchConfig] | None = None
@@ -298,7 +296,7 @@ class RayAdapter(ABC):
             raise ValueError(f"{self.name} passes no training log-probs: weights of algorithm 2 need them.")
         lengths = {"total_lengths": total_lengths, "response_lengths": response_lengths, "max_seq_lens": max_seq_lens}
         compared = {"old_log_probs": train_log_probs, "rollout_log_probs": rollout_log_probs}
-        packed = self._pack(args, {"loss_masks": loss_masks, **lengths}, config, compared)
+        packed = self._pack(args, {"loss_masks": loss_masks, **lengths}, compared)
         correction = correct(packed, config, self.groups, self.run.factor(config), thresholds=self.run.thresholds)
         loss = self.run.record(correction.applied_to(pg_loss), correction, config, loss_masks)
         return loss, loss_masks, _token_metrics(correction, config)
@@ -333,7 +331,7 @@ class RayAdapter(ABC):
         names = ("rollout_log_probs", "advantages", "ref_log_probs")
         fields = {name: batch.get(name) for name in names} | {"entropy": entropy}
         fields["old_log_probs"] = None if config.use_rollout_log_probs else batch.get("log_probs")
-        packed = self._pack(args, batch, config, fields)
+        packed = self._pack(args, batch, fields)
         token = token_loss(
             torch.cat(log_probs), packed, config, self.groups, self.run.factor(config), thresholds=self.run.thresholds
         )
@@ -362,11 +360,9 @@ class RayAdapter(ABC):
         report |= {name: reduce(values) for name, values in _token_metrics(token.correction, config).items()}
         return loss, {"loss": loss.detach().clone(), "pg_loss": pg_loss.detach().clone(), **report}
 
-    def _pack(
-        self, args: Namespace, batch: Mapping[str, Any], config: MismatchConfig, fields: Mapping[str, Any]
-    ) -> PackedSequences:
+    def _pack(self, args: Namespace, batch: Mapping[str, Any], fields: Mapping[str, Any]) -> PackedSequences:
         packed = pack_local(args, batch, self.groups, **fields)
-        return self.versions.on(packed, config, batch["loss_masks"])
+        return self.versions.on(packed, self.config(args), batch["loss_masks"])
 
     def rollout_data_postprocess(self, args: Namespace, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
         """Before a rollout's steps, on every rank: checks the data, and knows mean weights that algorithm 2 divides by.
@@ -396,7 +392,7 @@ class RayAdapter(ABC):
                     lists = {key: rollout_data[key] for key in _PREPARED if rollout_data.get(key) is not None}
                     chosen = {key: [rows[i] for i in samples] for key, rows in lists.items()}
                     fields = {mine: chosen.get(theirs) for theirs, mine in _COMPARED.items()}
-                    steps.append(self._pack(args, chosen, config, fields))
+                    steps.append(self._pack(args, chosen, fields))
             except ValueError as error:  # on all ranks together
                 failure = str(error)
         kind = StepKind(settings_of(config, optimizer_steps=len(counts)), held, tuple(counts), sequences, failure)
@@ -413,10 +409,9 @@ class RayAdapter(ABC):
             return
         from megatron.core.utils import get_model_config
 
-        rollouts = rollout_id * (self.run.steps_per_rollout or _steps_per_rollout(args))
-        config, failure = self.config(args), self.versions.failure
-        model_config = get_model_config(model[0])
-        number = rollouts + step_id
+        config, model_config = self.config(args), get_model_config(model[0])
+        number = rollout_id * (self.run.steps_per_rollout or _steps_per_rollout(args)) + step_id
+        failure = self.versions.failure
         self.run.begin(args, config, self.groups, model_config, number, step_id=step_id, failure=failure)
 
 
