@@ -397,10 +397,8 @@ def stop(message: str) -> NoReturn:
 
 
 def version_line(host: Host, folders: Sequence[Path] = ()) -> str:
-    """One line for the start-up block: the host's version, and whether it is the tested one.
-
-    folders: looked at before what is installed, as sys.path will have them.
-    """
+    """One line for the start-up block: the host's version, and whether it is the tested one. folders: looked at before
+    what is installed, as sys.path will have them."""
     tested, root = _shown(host.version, host.commit), _holder(host.inside, folders)
     if root is None:
         return (

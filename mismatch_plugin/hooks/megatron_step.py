@@ -117,17 +117,13 @@ class MegatronStep:
         wrap_once(model_config, "finalize_model_grads_func", self.finalize)
 
     def factor(self, config: MismatchConfig) -> Tensor | float | None:
-        """What to pass as `batch_factor`: the step's mean weight, or 1 where gradients are divided by it at the end.
-
-        None, the mean of the micro-batch alone, where no step is begun.
-        """
+        """What to pass as `batch_factor`: the step's mean weight, or 1 where gradients are divided by it at the end;
+        None, the mean of the micro-batch alone, where no step is begun."""
         return self.step.batch_factor if self.step is not None and config.normalizes_step else None
 
     def add(self, statistics: Statistics, micro_batch: object = None) -> None:
         """Merge a micro-batch's statistics; once, though a host that recomputes its loss passes the same one twice.
-
-        micro_batch: any object that belongs to this micro-batch alone. No collective, no sync.
-        """
+        micro_batch: any object that belongs to this micro-batch alone. No collective, no sync."""
         if self.step is not None and (micro_batch is None or not any(micro_batch is seen for seen in self._seen)):
             self._seen.append(micro_batch)
             self.step.record(statistics)

@@ -345,10 +345,7 @@ FLAGS: frozenset[str] = frozenset()
 
 
 def plan(host: Host, given: Given, script: Path | None) -> Plan:
-    """The run of examples/run_grpo.py, or a script like it.
-
-    Raises: ValueError where the configuration's `loss_fn` and ours contradict each other.
-    """
+    """The run of examples/run_grpo.py, or a script like it. Raises: ValueError where `loss_fn` and ours contradict."""
     default = (Path() if script is None else script.parent) / "configs" / "grpo_math_1B.yaml"
     path = peek(given.host_argv, {"--config": {"type": Path, "default": default}})[0].config
     if not path.is_file():

@@ -82,10 +82,8 @@ def policy_loss(
 
 
 def settings(cfg: Any, given: MismatchConfig | Mapping[str, Any] | str) -> MismatchConfig:
-    """Ours with SkyRL's clip bounds. Its old log-probs are π_old; in algorithms 1 and 3 they enter nothing.
-
-    Raises: ValueError, one sentence, for what contradicts SkyRL's configuration or cannot be had there.
-    """
+    """Ours with SkyRL's clip bounds. Its old log-probs are π_old; in algorithms 1 and 3 they enter nothing. Raises:
+    ValueError, one sentence, for what contradicts SkyRL's configuration or cannot be had there."""
     algorithm = cfg.trainer.algorithm
     if algorithm.policy_loss_type != NAME:
         raise ValueError(

@@ -148,9 +148,7 @@ class Versions:
 
     def read(self, rollout_data: dict[str, Any], trainer: int | None) -> None:
         """A rollout's loss masks and versions, one a sample. slime's own logging cannot read them: they are taken out.
-
-        Host syncs: one for a sample without versions, to know whether it trains.
-        """
+        Host syncs: one for a sample without versions, to know whether it trains."""
         masks = rollout_data["loss_masks"]
         told = rollout_data.pop(_KEY, None) if self.host == "slime" else rollout_data.get(_KEY)
         names = rollout_data.get("sample_indices") or range(len(masks))
@@ -184,10 +182,8 @@ class Versions:
         return min(map(int, numbers), default=trainer)
 
     def on(self, packed: PackedSequences, config: MismatchConfig, loss_masks: Sequence[Tensor]) -> PackedSequences:
-        """The packed batch with the versions of the samples whose masks these are, where the settings need them.
-
-        Host syncs: none. Raises ValueError where a version is missing or the rollout was not read.
-        """
+        """The packed batch with the versions of the samples whose masks these are, where the settings need them. Host
+        syncs: none. Raises ValueError where a version is missing or the rollout was not read."""
         if config.rs.max_staleness is None:
             return packed
         if self.failure:

@@ -117,10 +117,9 @@ def runs(args: Namespace, host: str, name: str) -> bool:
     return value(args, HOOKS[name]) == hook_path(host, name)
 
 
-def set_hook(host: str, *names: str) -> str:
-    """What to do for our functions to run: their path arguments, or the launcher."""
-    paths = " and ".join(f"{flag(HOOKS[name])} {hook_path(host, name)}" for name in names)
-    return f"set {paths}, or start through {_LAUNCHER}"
+def set_hook(host: str, name: str) -> str:
+    """What to do for our function to run: its path argument, or the launcher."""
+    return f"set {flag(HOOKS[name])} {hook_path(host, name)}, or start through {_LAUNCHER}"
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -395,10 +394,8 @@ _INLINE = "base64:"  # miles takes the file itself as a value
 
 
 def plan(host: Host, given: Given, script: Path | None) -> Plan:
-    """The run under slime or miles: which path arguments, and the settings for its Namespace.
-
-    Raises: ValueError where the host's own arguments and ours contradict each other, or name another loss.
-    """
+    """The run under slime or miles: which path arguments, and the settings for its Namespace. Raises: ValueError where
+    the host's own arguments and ours contradict each other, or name another loss."""
     args, typed = peek(given.host_argv, TABLE)
     path, file = args.custom_config_path, {}
     if path is not None and path.startswith(_INLINE):
@@ -437,10 +434,8 @@ def plan(host: Host, given: Given, script: Path | None) -> Plan:
 
 
 def _settings(host: Host, given: Given, args: Namespace, in_file: list[str]) -> MismatchConfig:
-    """The configuration, and `mismatch_settings` and the two switches on `args` as the host will see them.
-
-    in_file: settings of ours in the host's --custom-config-path.
-    """
+    """The configuration, and `mismatch_settings` and the two switches on `args` as the host will see them. in_file:
+    settings of ours in the host's --custom-config-path."""
     typed = [flag for flag in given.flags if flag not in ("--use-tis", "--use-rollout-log-probs")]
     if in_file and typed:
         raise ValueError(
@@ -463,10 +458,8 @@ def _settings(host: Host, given: Given, args: Namespace, in_file: list[str]) -> 
 
 
 def _arguments(host: Host, config: MismatchConfig, args: Namespace, typed: set[str]) -> list[str]:
-    """The host's arguments to add, set on `args` as well. Raises ValueError where they are taken by something else.
-
-    typed: destinations that the command line or the host's file gives.
-    """
+    """The host's arguments to add, set on `args` as well. typed: destinations that the command line or the host's file
+    gives. Raises ValueError where they are taken by something else."""
     added: list[str] = []
 
     def give(name: str, value: str | bool = True) -> None:

@@ -114,10 +114,8 @@ class WeightUpdates:
         return own(updater, named_tensors, *args, **kwargs)
 
     def _verifying(self, own: Any, updater: Any, *args: Any, **kwargs: Any) -> Any:
-        """Collectives: one SUM of five numbers, and those of `_sends` and `_verdict` where updates are compared.
-
-        Raises WeightUpdateError, on all ranks, where a server holds other weights than were sent.
-        """
+        """Collectives: one SUM of five numbers, and those of `_sends` and `_verdict` where updates are compared. Raises
+        WeightUpdateError, on all ranks, where a server holds other weights than were sent."""
         self.fingerprint = None
         group = import_module(f"{self.host}.utils.distributed_utils").get_gloo_group()
         change = self._change(updater).cpu()

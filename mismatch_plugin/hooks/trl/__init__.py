@@ -108,10 +108,7 @@ class CorrectionMixin:
 
 
 def settings(given: MismatchConfig | Mapping[str, Any] | str, args: Any) -> MismatchConfig:
-    """Our settings (`given_settings`) next to TRL's `GRPOConfig`.
-
-    Raises: ValueError, one sentence, for what cannot be had there.
-    """
+    """Ours (`given_settings`) next to TRL's `GRPOConfig`. Raises: ValueError, one sentence, for what cannot be had."""
     ours, base = given_settings(given)
     config = resolve(TRL, ours, {"denominator": "original"}, base=base)
     if config.use_rollout_log_probs and config.rejects_by_log_probs:

@@ -60,23 +60,16 @@ def mismatch_loss(
     losses, mask, metrics = verl_token_loss(
         old_log_prob, log_prob, advantages, response_mask, settings(config), rollout_is_weights
     )
-    loss = import_module(_CORE).agg_loss(
-        loss_mat=losses, loss_mask=mask, loss_agg_mode=loss_agg_mode, **_batch_info(config.global_batch_info, mask)
-    )
-    return loss, metrics
-
-
-def _batch_info(given: Mapping[str, Any], mask: Tensor) -> dict[str, Any]:
-    """verl's batch sizes, its own defaults filled in, and none of them 0: agg_loss divides by them."""
-    info = dict(given)
-    local = {"batch_num_tokens": mask.sum(), "global_batch_size": (mask.sum(-1) > 0).sum()}
-    for name, count in local.items():
+    # verl's batch sizes, its own defaults filled in, and none of them 0: agg_loss divides by them.
+    info = dict(config.global_batch_info)
+    for name, count in {"batch_num_tokens": mask.sum(), "global_batch_size": (mask.sum(-1) > 0).sum()}.items():
         size = info.get(name)
         if size is None and info.get("dp_size", 1) == 1:
             size = count
         if size is not None:
-            info[name] = size.clamp(min=1) if isinstance(size, torch.Tensor) else max(size, 1)
-    return info
+            info[name] = size.clamp(min=1) if isinstance(size, Tensor) else max(size, 1)
+    loss = import_module(_CORE).agg_loss(loss_mat=losses, loss_mask=mask, loss_agg_mode=loss_agg_mode, **info)
+    return loss, metrics
 
 
 def register() -> None:

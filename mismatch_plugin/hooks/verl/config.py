@@ -80,10 +80,8 @@ def has_block(rollout_correction: Any) -> bool:
 
 
 def check_tree(tree: Any) -> MismatchConfig | None:
-    """Settings of verl's whole configuration; None where it does not ask for this package.
-
-    Raises: ValueError also where workers would not see the settings, or log-probs would be missing.
-    """
+    """Settings of verl's whole configuration; None where it does not ask for this package. Raises: ValueError, also
+    where workers would not see the settings, or log-probs would be missing."""
     algorithm, reference = tree["algorithm"], tree["actor_rollout_ref"]
     block = algorithm.get("rollout_correction")
     policy_loss = reference["actor"].get("policy_loss") or {}
@@ -229,11 +227,9 @@ _UNTOUCHED = (
 
 
 def plan(host: Host, given: Given, script: Path | None) -> Plan:
-    """The run of main_ppo: overrides for verl's switches, our block, and the loss in the workers.
-
-    Without our flags, settings that are overrides on the line (our block, or `loss_mode=mismatch`) count.
-    Raises: ValueError where an override on the line says otherwise, or asks for what verl decides.
-    """
+    """The run of main_ppo: overrides for verl's switches, our block, and the loss in the workers. Without our flags,
+    settings that are overrides on the line (our block, or `loss_mode=mismatch`) count. Raises: ValueError where an
+    override on the line says otherwise, or asks for what verl decides."""
     overrides = read_overrides(given.host_argv)
     line = _tree(overrides, {}, script)
     mode = line["actor_rollout_ref"]["actor"]["policy_loss"].get("loss_mode")
