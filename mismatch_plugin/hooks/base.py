@@ -387,6 +387,11 @@ def start_block(host: str, lines: Sequence[str]) -> str:
     return "\n".join([f"mismatch_plugin on {host}:", *shown])
 
 
+def announce(host: Host, lines: Sequence[str]) -> None:
+    """Print the block of a run that no launcher starts, which ends in the host's version."""
+    print(start_block(host.name, [*lines, version_line(host)]), flush=True)
+
+
 def stop(message: str) -> NoReturn:
     """End the program with one sentence, before training starts."""
     print(f"mismatch_plugin: {message}", file=sys.stderr)

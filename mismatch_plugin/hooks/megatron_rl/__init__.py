@@ -20,7 +20,7 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.flags import add_arguments, given_flags
 from mismatch_plugin.config.values import ignore_mismatch_warnings, lower_epsilon, present
 from mismatch_plugin.data.sampling import filter_bias
-from mismatch_plugin.hooks.base import Given, Host, Plan, block_lines, peek, resolve, start_block, version_line
+from mismatch_plugin.hooks.base import Given, Host, Plan, announce, block_lines, peek, resolve
 from mismatch_plugin.hooks.hosts import MEGATRON_LM
 from mismatch_plugin.hooks.megatron_rl.loss import GrpoTerms, grpo_terms, pack
 from mismatch_plugin.hooks.megatron_step import MegatronStep
@@ -168,11 +168,11 @@ def start(args: Namespace) -> None:
     if RUN.handed_over is not None:
         return  # the launcher has said it
     try:
-        lines = [*describe(settings(args), args), version_line(MEGATRON_LM)]
+        lines = describe(settings(args), args)
     except ValueError as error:
         raise SystemExit(f"mismatch_plugin: {error}") from None
     if getattr(args, "rank", 0) == 0:
-        print(start_block("megatron-lm", lines), flush=True)
+        announce(MEGATRON_LM, lines)
 
 
 def _current_settings() -> tuple[MismatchConfig, Namespace]:

@@ -32,17 +32,7 @@ from mismatch_plugin.core.metrics.registry import PREFIX, State, means
 from mismatch_plugin.core.objectives import kl_to_reference, score_function_kl
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.data.sampling import filter_bias
-from mismatch_plugin.hooks.base import (
-    Given,
-    Host,
-    Plan,
-    block_lines,
-    peek,
-    resolve,
-    start_block,
-    version_line,
-    wrap_once,
-)
+from mismatch_plugin.hooks.base import Given, Host, Plan, announce, block_lines, peek, resolve, wrap_once
 from mismatch_plugin.hooks.hosts import NEMO_RL
 from mismatch_plugin.hooks.tree import BLOCK, plain, put, read_overrides, take_block, text
 from mismatch_plugin.limits import SAFETY_BOUND
@@ -320,7 +310,7 @@ def setup_with_loss(
     lines = describe(config, master_config)  # a mistake shows before the cluster starts
     if config.report_dir is not None:
         validate_same_settings(config.report_dir, config, holds=True)
-    print(start_block("nemo-rl", [*lines, version_line(NEMO_RL)]), flush=True)
+    announce(NEMO_RL, lines)
     made = own(master_config, *args, **kwargs)
     theirs = _only(made, "loss", lambda item: hasattr(item, "input_type") and hasattr(item, "loss_type"))
     loss = MismatchLoss(master_config, bool(getattr(theirs, "use_fused_linear_logprobs", False)))

@@ -28,7 +28,7 @@ from mismatch_plugin.core.groups import group_advantages, group_metrics
 from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.hooks.base import start_block, version_line, wrap_once
+from mismatch_plugin.hooks.base import announce, wrap_once
 from mismatch_plugin.hooks.hosts import VERL
 from mismatch_plugin.hooks.verl.config import LOSS_NAME, check_tree, describe, has_block, settings
 from mismatch_plugin.limits import SAFETY_BOUND
@@ -111,7 +111,7 @@ def _validate_config(own: Callable[..., Any], config: Any, *args: Any, **kwargs:
     if chosen is not None:
         if chosen.report_dir is not None:
             validate_same_settings(chosen.report_dir, chosen)
-        print(start_block("verl", [*describe(chosen, config), version_line(VERL)]), flush=True)
+        announce(VERL, describe(chosen, config))
     return own(config, *args, **kwargs)
 
 

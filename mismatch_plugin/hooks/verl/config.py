@@ -179,7 +179,6 @@ def _build(given: str) -> MismatchConfig:
         theirs["objective"] = base["objective"]
     if not read.use_tis or not bypass:  # REINFORCE has no clip
         theirs["ppo"] = verl_clip(actor, own.get("objective") or base.get("objective", "ppo"))
-    base.pop("ppo", None)
     if name is not None:
         record = find_preset(name)
         for key, default in CORRECTION.items():
@@ -192,7 +191,6 @@ def _build(given: str) -> MismatchConfig:
                 f"preset {name} is algorithm {record.algorithm}, {ALGORITHM_NAMES[record.algorithm]}: set {switches}."
             )
         base = record.settings()
-        base.pop("ppo", None)
     else:  # rollout_is null names no level, and asks for no weights
         said = {path for path, key in SPELLED.items() if key != "rollout_is" or block.get(key) is not None}
         for path in sorted(path for path in said if get_path(base, path) is not None):
@@ -200,6 +198,7 @@ def _build(given: str) -> MismatchConfig:
         criteria = base.get("rs", {}).get("criteria", ()), (own.get("rs") or {}).get("criteria") or ()
         if all(criteria):
             own = merge(own, {"rs": {"criteria": [*criteria[0], *criteria[1]]}})
+    base.pop("ppo", None)
     config = resolve(VERL, own, theirs, base=base)
     if bypass and config.changes_denominator and config.terms.rollout_kl_coef and config.terms.rollout_kl_on == "all":
         raise ValueError(
