@@ -61,10 +61,8 @@ def manifest() -> list[Patch]:
 
 
 def patches_of(host: str, files: Collection[str] = (), optional: bool = False) -> list[Patch]:
-    """The patches of a host: those that are not optional, or with `optional` all, or those of the files named.
-
-    Raises: PatchError for a host or file without a patch.
-    """
+    """The patches of a host: those that are not optional, or with `optional` all, or those of the files named. Raises:
+    PatchError for a host or file without a patch."""
     every, host = manifest(), host_name(host)
     mine = [patch for patch in every if patch.host == host]
     if not mine:
@@ -87,10 +85,7 @@ def state_of(patch: Patch, root: Path) -> str:
 
 
 def apply(patches: Sequence[Patch], root: Path, back: bool = False) -> list[str]:
-    """Apply what is not applied, or take `back` what is, and say what was done.
-
-    Raises: PatchError before any file is changed.
-    """
+    """Apply what is not applied, or take `back` what is, and say what was done. PatchError before any file changes."""
     changed: dict[Path, str] = {}
     said = []
     for patch in patches:

@@ -8,7 +8,6 @@ one `MismatchConfig` that comes out.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -388,6 +387,11 @@ def start_block(host: str, lines: Sequence[str]) -> str:
     return "\n".join([f"mismatch_plugin on {host}:", *shown])
 
 
+def announce(host: Host, lines: Sequence[str]) -> None:
+    """Print the block of a run that no launcher starts, which ends in the host's version."""
+    print(start_block(host.name, [*lines, version_line(host)]), flush=True)
+
+
 def stop(message: str) -> NoReturn:
     """End the program with one sentence, before training starts."""
     print(f"mismatch_plugin: {message}", file=sys.stderr)
@@ -398,10 +402,8 @@ def stop(message: str) -> NoReturn:
 
 
 def version_line(host: Host, folders: Sequence[Path] = ()) -> str:
-    """One line for the start-up block: the host's version, and whether it is the tested one.
-
-    folders: looked at before what is installed, as sys.path will have them.
-    """
+    """One line for the start-up block: the host's version, and whether it is the tested one. folders: looked at before
+    what is installed, as sys.path will have them."""
     tested, root = _shown(host.version, host.commit), _holder(host.inside, folders)
     if root is None:
         return (
@@ -446,17 +448,9 @@ def read_version(host: Host, root: Path) -> tuple[str | None, str | None]:
         edited = url is not None and Path(url2pathname(urlparse(url).path)).resolve() == checkout
         if edited or Path(str(found.locate_file(""))).resolve() == root:
             version = version or found.version
-    return version, _checked_out(checkout)
-
-
-def _checked_out(root: Path) -> str | None:
-    """The commit that a checkout is at; None for what is no checkout, also inside of one."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    environment["GIT_CEILING_DIRECTORIES"] = str(root.resolve().parent)
     try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=root, env=environment, capture_output=True, text=True, check=False
-        )
+        words = ["git", f"--git-dir={checkout / '.git'}", "rev-parse", "HEAD"]  # not that of a folder around it
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
     except OSError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+        return version, None
+    return version, done.stdout.strip() if done.returncode == 0 else None

@@ -35,8 +35,8 @@ class MegatronStep:
     """The steps of one training process. Whether a rank takes part in a collective never depends on its data.
 
     log: log(args, metrics, number, first) hands a step's metrics to the host's tracker, on every rank of the last
-    pipeline stage; first: whether this rank is the one that speaks for all, as `is_first` says.
-    writes: whether this process writes the run's files, of those that are first.
+    pipeline stage; first: whether this rank is the one that speaks for all and writes the run's files, as `is_first`
+    says.
     config, step: of the one in progress; step on the last pipeline stage alone.
     metrics: of the last step that ended, on the ranks of that stage.
     rollout_metrics: of the rollout whose steps these are, reported with each of them.
@@ -46,7 +46,6 @@ class MegatronStep:
 
     log: Callable[[Any, dict[str, float], int, bool], None]
     is_first: Callable[[ParallelGroups], bool] = lambda groups: groups.is_first_of_stage
-    writes: Callable[[Any], bool] = lambda args: True
     config: MismatchConfig | None = None
     step: Step | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -87,7 +86,6 @@ class MegatronStep:
         number: int,
         *,
         step_id: int = 0,
-        device: torch.device | str = "cpu",
         failure: str = "",
         compare: bool = True,
     ) -> None:
@@ -101,7 +99,7 @@ class MegatronStep:
         normalisation meets other sources of gradient. Raises ValueError, then the same on every rank, where
         configurations differ; on the rank that writes, where the report folder is another run's.
         """
-        if config.report_dir is not None and groups.is_last_stage and self.is_first(groups) and self.writes(args):
+        if config.report_dir is not None and groups.is_last_stage and self.is_first(groups):
             validate_same_settings(config.report_dir, config, holds=True)
         step = self._prepared[step_id] if self._prepared else Step(config, groups)
         step.agreed = self.steps_per_rollout > 0
@@ -111,7 +109,7 @@ class MegatronStep:
         if config.normalizes_step and refusal:
             # Whether the factor is known depends on the data, which the last stage has: all ranks raise, or none.
             if compare:
-                groups.raise_with_last_stage(refusal if step.defers_factor else "", device)
+                groups.raise_with_last_stage(refusal if step.defers_factor else "")
             else:
                 raise ValueError(refusal)
         self._begun, self._seen, self.config = (args, groups, number), [], config
@@ -119,17 +117,13 @@ class MegatronStep:
         wrap_once(model_config, "finalize_model_grads_func", self.finalize)
 
     def factor(self, config: MismatchConfig) -> Tensor | float | None:
-        """What to pass as `batch_factor`: the step's mean weight, or 1 where gradients are divided by it at the end.
-
-        None, the mean of the micro-batch alone, where no step is begun.
-        """
+        """What to pass as `batch_factor`: the step's mean weight, or 1 where gradients are divided by it at the end;
+        None, the mean of the micro-batch alone, where no step is begun."""
         return self.step.batch_factor if self.step is not None and config.normalizes_step else None
 
     def add(self, statistics: Statistics, micro_batch: object = None) -> None:
         """Merge a micro-batch's statistics; once, though a host that recomputes its loss passes the same one twice.
-
-        micro_batch: any object that belongs to this micro-batch alone. No collective, no sync.
-        """
+        micro_batch: any object that belongs to this micro-batch alone. No collective, no sync."""
         if self.step is not None and (micro_batch is None or not any(micro_batch is seen for seen in self._seen)):
             self._seen.append(micro_batch)
             self.step.record(statistics)
@@ -176,5 +170,5 @@ class MegatronStep:
             self.metrics, first = {**finished.metrics(), **self.rollout_metrics}, self.is_first(groups)
             self.log(args, self.metrics, number, first)
             if first:
-                report_step(config, number, self.metrics, self.writes(args))
+                report_step(config, number, self.metrics)
         return outcome

@@ -22,9 +22,7 @@ def plain(value: Any) -> Any:
 
 def take_block(section: dict[str, Any], place: str) -> tuple[dict[str, Any], str | None]:
     """(our settings, the preset they name), taken out of the section of the host's configuration that is at `place`.
-
-    Raises: ValueError where the block is no mapping.
-    """
+    Raises: ValueError where the block is no mapping."""
     own = section.pop(BLOCK, None) or {}
     if not isinstance(own, dict):
         raise ValueError(f"{place}.{BLOCK} is {own!r}, not a mapping of settings: write them under it.")

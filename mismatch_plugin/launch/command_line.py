@@ -36,10 +36,7 @@ _OF_THE_LAUNCHER = (HOST_FLAG, "--mismatch-explain-only")
 
 def make_plan(host: Host, argv: Sequence[str], script: Path | None) -> tuple[Given, Plan]:
     """Read a command line and plan the run; its lines end in what was warned about, the host's version, and what is
-    added to the command line.
-
-    Raises: ValueError, also where the report folder holds steps of other settings, or the host is not launched.
-    """
+    added. Raises: ValueError, also where the report folder holds steps of other settings, or for hosts not launched."""
     if not host.launch:
         raise ValueError(f"{host.title} takes the plugin without the launcher: {host.door}.")
     with warnings.catch_warnings(record=True) as found:
@@ -206,9 +203,7 @@ class Target:
 
     def patched(self, host: Host) -> Target:
         """With the host's patch of its training script made in memory, where it has one and the script has it not.
-
-        Raises: ValueError for a script that the patch is not for.
-        """
+        Raises: ValueError for a script that the patch is not for."""
         patch = next((patch for patch in manifest() if (patch.host, patch.file) == (host.name, host.trainer)), None)
         text = "" if self.path is None else self.path.read_text(encoding="utf-8")
         if patch is None or "mismatch_plugin" in text:

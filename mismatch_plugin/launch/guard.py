@@ -47,9 +47,7 @@ class Guard:
 
     def watch(self) -> None:
         """Note the first call of what the host declares as `reads`, and listen. Both stay until the process ends.
-
-        Raises: ModuleNotFoundError where the host is not installed.
-        """
+        Raises: ModuleNotFoundError where the host is not installed."""
         for module, name in self.host.reads:
             wrap_once(module, name, self._note)
         sys.addaudithook(self._hear)
@@ -92,10 +90,8 @@ def refusal(host: Host, script: str, what: str) -> str:
 
 
 def starts_trainer(words: Sequence[str]) -> bool:
-    """Whether a command starts a script that may train, itself or in a line of shell.
-
-    What is taken for harmless and is none is found when the script has ended.
-    """
+    """Whether a command starts a script that may train, itself or in a line of shell. What is taken for harmless and is
+    none is found when the script has ended."""
     text = re.sub("[\"']", "", " ".join(words).replace("\\\n", " "))
     lines = (f" {_HARMLESS.sub('', line)} " for line in re.split("[;&|()`\n]+", text))
     return _LAUNCHER not in text and any(_TRAINER.search(line) and not _READER.match(line) for line in lines)

@@ -137,20 +137,14 @@ class ParallelGroups:
             dist.broadcast(values, self._last_stage(self.pp), group=self.pp)
         return values
 
-    def raise_with_last_stage(self, refusal: str, device: torch.device | str) -> None:
-        """Raise ValueError on every stage where the last one has a refusal (the others pass ""), with its sentence. One
-        host sync; with a pipeline one broadcast of a float, and of the sentence if there is one."""
-        refused = self.from_last_stage(torch.full((1,), float(bool(refusal)), device=device))
-        if refused.item():
-            raise ValueError(self.sentence_from_last_stage(refusal))
-
-    def sentence_from_last_stage(self, sentence: str) -> str:
-        """The last pipeline stage's sentence on every stage. For errors: it waits for the host on both sides."""
-        if self.pp is None or self.pp.size() == 1:
-            return sentence
-        said = [sentence]
-        dist.broadcast_object_list(said, self._last_stage(self.pp), group=self.pp)
-        return said[0]
+    def raise_with_last_stage(self, refusal: str) -> None:
+        """Raise ValueError on every stage where the last one has a refusal (the others pass ""), with its sentence.
+        With a pipeline one broadcast of an object, which waits for the host on both sides."""
+        said = [refusal]
+        if self.pp is not None and self.pp.size() > 1:
+            dist.broadcast_object_list(said, self._last_stage(self.pp), group=self.pp)
+        if said[0]:
+            raise ValueError(said[0])
 
     def _last_stage(self, pp: dist.ProcessGroup) -> int:
         return dist.get_global_rank(pp, pp.size() - 1)

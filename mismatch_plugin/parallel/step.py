@@ -232,7 +232,7 @@ def end_step(
             verdict.fill_(torch.nan)
     factor, invalid, k3_kl = groups.from_last_stage(verdict).tolist()
     if math.isnan(factor) and math.isnan(invalid):
-        raise ValueError(groups.sentence_from_last_stage(unmerged))
+        groups.raise_with_last_stage(unmerged)
     if invalid and config.rollout_log_prob_policy == "error":
         if finished is not None:
             finished.metrics()  # raises, with the place where this rank holds it

@@ -13,7 +13,8 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any, BinaryIO, SupportsFloat
 
@@ -132,23 +133,22 @@ def log_step(folder: str | Path, config: MismatchConfig, metrics: Mapping[str, f
     _WRITER.write((Path(folder), config, dict(metrics)))
 
 
-def report_step(config: MismatchConfig, step: int, metrics: Mapping[str, float], writes: bool = True) -> None:
-    """What follows an optimizer step on one rank of a host: the health check's warnings, and the report folder's line.
-
-    writes: whether this process writes files; asked by hosts with several replicas.
-    """
+def report_step(config: MismatchConfig, step: int, metrics: Mapping[str, float]) -> None:
+    """What follows a host's optimizer step on one rank: the health check's warnings, and the report folder's line."""
     for warning in check_health(metrics, config):
         logger.warning("step %d: %s", step, warning)
-    if config.report_dir is not None and writes:
+    if config.report_dir is not None:
         log_step(config.report_dir, config, {"step": step, **metrics})
 
 
-def report_logged(config: MismatchConfig, step: int, metrics: Mapping[str, Any]) -> None:
-    """`report_step` of what a host hands its logger, where that is a training step: others, such as a validation, hold
-    none of our metrics."""
+def report_logged(config: MismatchConfig, own: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """A host's logging function, own(metrics, step, …), and `report_step` where these are a training step's: others,
+    such as a validation, hold none of our metrics. Next to ours a line has the host's numbers."""
+    own(*args, **kwargs)
+    metrics, step = [*signature(own).bind(*args, **kwargs).arguments.values()][:2]
     numbers = numbers_in(metrics)
     if any(name.startswith(PREFIX) for name in numbers):
-        report_step(config, step, numbers)
+        report_step(config, int(step), numbers)
 
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:

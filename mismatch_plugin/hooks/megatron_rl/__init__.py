@@ -20,7 +20,7 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.flags import add_arguments, given_flags
 from mismatch_plugin.config.values import ignore_mismatch_warnings, lower_epsilon, present
 from mismatch_plugin.data.sampling import filter_bias
-from mismatch_plugin.hooks.base import Given, Host, Plan, block_lines, peek, resolve, start_block, version_line
+from mismatch_plugin.hooks.base import Given, Host, Plan, announce, block_lines, peek, resolve
 from mismatch_plugin.hooks.hosts import MEGATRON_LM
 from mismatch_plugin.hooks.megatron_rl.loss import GrpoTerms, grpo_terms, pack
 from mismatch_plugin.hooks.megatron_step import MegatronStep
@@ -31,10 +31,8 @@ COEFFICIENT = "--rl-importance-sampling-truncation-coef"
 
 
 def settings(args: Namespace) -> MismatchConfig:
-    """What Megatron's own values and our flags say together.
-
-    Raises: ValueError as `resolve`, and where Megatron would keep the inference log-probs from the loss.
-    """
+    """What Megatron's own values and our flags say together. Raises: ValueError as `resolve`, and where Megatron would
+    keep the inference log-probs from the loss."""
     handed = getattr(args, "mismatch_settings", None)
     config = MismatchConfig.from_args(args) if handed is None else MismatchConfig.build(handed)
     corrects = getattr(args, "rl_inference_logprobs_is_correction", False)
@@ -152,10 +150,8 @@ RUN = _Run()
 
 
 def extra_args_provider(host_provider: Callable[[ArgumentParser], ArgumentParser] | None = None) -> Callable[..., Any]:
-    """Megatron's extra_args_provider with our flags added to the host's own: parse_args(extra_args_provider=…).
-
-    Under the launcher, which has read our flags already, it sets `mismatch_settings` on the Namespace as well.
-    """
+    """Megatron's extra_args_provider with our flags added to the host's own: parse_args(extra_args_provider=…). Under
+    the launcher, which has read our flags already, it sets `mismatch_settings` on the Namespace as well."""
 
     def provider(parser: ArgumentParser) -> ArgumentParser:
         parser = add_arguments(parser if host_provider is None else host_provider(parser))
@@ -167,18 +163,16 @@ def extra_args_provider(host_provider: Callable[[ArgumentParser], ArgumentParser
 
 
 def start(args: Namespace) -> None:
-    """For a patched train_rl.py, right after its arguments are parsed: refuse what cannot run, say what will.
-
-    Raises: SystemExit with one sentence.
-    """
+    """For a patched train_rl.py, right after its arguments are parsed: refuse what cannot run, by SystemExit with one
+    sentence, and say what will."""
     if RUN.handed_over is not None:
         return  # the launcher has said it
     try:
-        lines = [*describe(settings(args), args), version_line(MEGATRON_LM)]
+        lines = describe(settings(args), args)
     except ValueError as error:
         raise SystemExit(f"mismatch_plugin: {error}") from None
     if getattr(args, "rank", 0) == 0:
-        print(start_block("megatron-lm", lines), flush=True)
+        announce(MEGATRON_LM, lines)
 
 
 def _current_settings() -> tuple[MismatchConfig, Namespace]:
@@ -229,15 +223,8 @@ def calculate_grpo_loss(
     Host syncs and collectives: none.
     """
     config, _ = _current_settings()
-    packed = pack(
-        config,
-        old=old_logprobs.to(current_logprobs.device),
-        rollout=inference_logprobs,
-        advantages=advantages,
-        loss_mask=loss_mask,
-        seq_starts=seq_starts,
-        seq_lengths=seq_lengths,
-    )
+    old = old_logprobs.to(current_logprobs.device)
+    packed = pack(config, old, inference_logprobs, advantages, loss_mask, seq_starts, seq_lengths)
     terms, statistics = grpo_terms(
         current_logprobs, ref_logprobs, packed, config, RUN.step.factor(config), RUN.step.thresholds
     )
@@ -268,10 +255,7 @@ FLAGS = frozenset(TABLE)
 
 
 def plan(host: Host, given: Given, script: Path | None) -> Plan:
-    """The run of train_rl.py.
-
-    Raises: ValueError where Megatron's own correction flags and ours disagree.
-    """
+    """The run of train_rl.py. Raises: ValueError where Megatron's own correction flags and ours disagree."""
     if not given.flags:
         return Plan.untouched(host, given)
     args, _ = peek(given.host_argv, TABLE)

@@ -38,7 +38,6 @@ class GrpoTerms(NamedTuple):
 
 def pack(
     config: MismatchConfig,
-    *,
     old: Tensor,
     rollout: Tensor | None,
     advantages: Tensor,

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from functools import partial
 from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 
-from mismatch_plugin.hooks.slime import samples
 from mismatch_plugin.hooks.slime.adapter import RayAdapter
 from mismatch_plugin.hooks.slime.samples import keep_served as keep_served
 from mismatch_plugin.parallel.groups import ParallelGroups
@@ -48,11 +46,10 @@ class MilesAdapter(RayAdapter):
         return found["log_probs"], found.get("entropy")
 
     def log(self, args: Namespace, metrics: dict[str, float]) -> None:
-        if self.writes(args):
-            import_module("miles.utils.tracking_utils.tracking").log(args, metrics, step_key="train/step")
+        import_module("miles.utils.tracking_utils.tracking").log(args, metrics, step_key="train/step")
 
-    def writes(self, args: Namespace) -> bool:
-        return not _parallel_state().indep_dp.rank
+    def is_first(self, groups: ParallelGroups) -> bool:
+        return groups.is_first_of_stage and not _parallel_state().indep_dp.rank
 
     def before_train_step(
         self, args: Namespace, rollout_id: int, step_id: int, model: Sequence[Any], optimizer: Any, scheduler: Any
@@ -80,5 +77,4 @@ def _parallel_state() -> Any:
 ADAPTER = MilesAdapter()
 settings, check, describe = ADAPTER.settings, ADAPTER.check, ADAPTER.describe
 tis_function, policy_loss = ADAPTER.tis_function, ADAPTER.policy_loss
-before_train_step, init = ADAPTER.before_train_step, ADAPTER.init
-data_source = partial(samples.data_source, ADAPTER.name)
+before_train_step, init, data_source = ADAPTER.before_train_step, ADAPTER.init, ADAPTER.data_source

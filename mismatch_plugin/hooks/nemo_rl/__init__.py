@@ -32,17 +32,7 @@ from mismatch_plugin.core.metrics.registry import PREFIX, State, means
 from mismatch_plugin.core.objectives import kl_to_reference, score_function_kl
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.data.sampling import filter_bias
-from mismatch_plugin.hooks.base import (
-    Given,
-    Host,
-    Plan,
-    block_lines,
-    peek,
-    resolve,
-    start_block,
-    version_line,
-    wrap_once,
-)
+from mismatch_plugin.hooks.base import Given, Host, Plan, announce, block_lines, peek, resolve, wrap_once
 from mismatch_plugin.hooks.hosts import NEMO_RL
 from mismatch_plugin.hooks.tree import BLOCK, plain, put, read_overrides, take_block, text
 from mismatch_plugin.limits import SAFETY_BOUND
@@ -320,13 +310,13 @@ def setup_with_loss(
     lines = describe(config, master_config)  # a mistake shows before the cluster starts
     if config.report_dir is not None:
         validate_same_settings(config.report_dir, config, holds=True)
-    print(start_block("nemo-rl", [*lines, version_line(NEMO_RL)]), flush=True)
+    announce(NEMO_RL, lines)
     made = own(master_config, *args, **kwargs)
     theirs = _only(made, "loss", lambda item: hasattr(item, "input_type") and hasattr(item, "loss_type"))
     loss = MismatchLoss(master_config, bool(getattr(theirs, "use_fused_linear_logprobs", False)))
     if config.report_dir is not None:
         logger = _only(made, "logger", lambda item: callable(getattr(item, "log_metrics", None)))
-        wrap_once(logger, "log_metrics", partial(_log_metrics, config))
+        wrap_once(logger, "log_metrics", partial(report_logged, config))
     return tuple(loss if item is theirs else item for item in made)
 
 
@@ -338,14 +328,6 @@ def _only(made: tuple[Any, ...], what: str, is_one: Callable[[Any], bool]) -> An
     return found[0]
 
 
-def _log_metrics(
-    config: MismatchConfig, own: Callable[..., None], metrics: Mapping[str, Any], step: int, *args: Any, **kwargs: Any
-) -> None:
-    """The logger's own, and a line of the report where these are a step's. Next to ours it has NeMo-RL's numbers."""
-    own(metrics, step, *args, **kwargs)
-    report_logged(config, int(step), metrics)
-
-
 # The launcher ---------------------------------------------------------------------------------------------------------
 
 _SECTION, _BLOCK = "loss_fn", "loss_fn.mismatch"
@@ -353,10 +335,7 @@ FLAGS: frozenset[str] = frozenset()
 
 
 def plan(host: Host, given: Given, script: Path | None) -> Plan:
-    """The run of examples/run_grpo.py, or a script like it.
-
-    Raises: ValueError where the configuration's `loss_fn` and ours contradict each other.
-    """
+    """The run of examples/run_grpo.py, or a script like it. Raises: ValueError where `loss_fn` and ours contradict."""
     default = (Path() if script is None else script.parent) / "configs" / "grpo_math_1B.yaml"
     path = peek(given.host_argv, {"--config": {"type": Path, "default": default}})[0].config
     if not path.is_file():

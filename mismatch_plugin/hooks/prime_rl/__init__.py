@@ -25,7 +25,7 @@ from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import k3
 from mismatch_plugin.core.segments import bounded_exp
-from mismatch_plugin.hooks.base import block_lines, given_settings, resolve, start_block, version_line
+from mismatch_plugin.hooks.base import announce, block_lines, given_settings, resolve
 from mismatch_plugin.hooks.hosts import PRIME_RL
 from mismatch_plugin.limits import SAFETY_BOUND
 
@@ -89,7 +89,7 @@ def _resolved(text: str) -> MismatchConfig:
     ours, base = given_settings(own["flags"] if own.keys() == {"flags"} else own)
     config = resolve(PRIME_RL, ours, {"denominator": "original"}, base=base)
     if os.environ.get("RANK", "0") == "0":
-        print(start_block("prime-rl", [*describe(config), version_line(PRIME_RL)]), flush=True)
+        announce(PRIME_RL, describe(config))
     return config
 
 

@@ -21,7 +21,7 @@ from mismatch_plugin.config.values import merge
 from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.data.sampling import filter_bias
-from mismatch_plugin.hooks.base import block_lines, given_settings, resolve, start_block, version_line
+from mismatch_plugin.hooks.base import announce, block_lines, given_settings, resolve
 from mismatch_plugin.hooks.hosts import SKYRL
 
 NAME = "mismatch"
@@ -37,7 +37,7 @@ def register(cfg: Any, given: MismatchConfig | Mapping[str, Any] | str) -> Misma
     config = settings(cfg, given)
     registry = import_module("skyrl.backends.skyrl_train.utils.ppo_utils").PolicyLossRegistry
     registry.register(NAME, partial(policy_loss, mismatch=config))
-    print(start_block("skyrl", [*describe(config, cfg), version_line(SKYRL)]), flush=True)
+    announce(SKYRL, describe(config, cfg))
     return config
 
 
@@ -82,10 +82,8 @@ def policy_loss(
 
 
 def settings(cfg: Any, given: MismatchConfig | Mapping[str, Any] | str) -> MismatchConfig:
-    """Ours with SkyRL's clip bounds. Its old log-probs are π_old; in algorithms 1 and 3 they enter nothing.
-
-    Raises: ValueError, one sentence, for what contradicts SkyRL's configuration or cannot be had there.
-    """
+    """Ours with SkyRL's clip bounds. Its old log-probs are π_old; in algorithms 1 and 3 they enter nothing. Raises:
+    ValueError, one sentence, for what contradicts SkyRL's configuration or cannot be had there."""
     algorithm = cfg.trainer.algorithm
     if algorithm.policy_loss_type != NAME:
         raise ValueError(

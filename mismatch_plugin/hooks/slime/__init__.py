@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from torch import Tensor
 
 from mismatch_plugin.core import groups as group_means
 from mismatch_plugin.core.correction import correct
-from mismatch_plugin.hooks.slime import samples
 from mismatch_plugin.hooks.slime.adapter import RayAdapter
 from mismatch_plugin.hooks.slime.samples import keep_served as keep_served
 from mismatch_plugin.parallel.groups import ParallelGroups
@@ -87,7 +85,7 @@ class SlimeAdapter(RayAdapter):
         compared = {"old_log_probs": data["log_probs"], "rollout_log_probs": data.get("rollout_log_probs")}
         kept_N = torch.zeros(len(places), device=data["loss_masks"][0].device)
         try:
-            kept_N = correct(self._pack(args, data, config, compared), config, self.groups).kept_N
+            kept_N = correct(self._pack(args, data, compared), config, self.groups).kept_N
         except ValueError as error:  # on all ranks together
             failure = error
         ids, at = torch.arange(len(raw)) // size, torch.tensor(places)
@@ -126,5 +124,4 @@ ADAPTER = SlimeAdapter()
 settings, check, describe = ADAPTER.settings, ADAPTER.check, ADAPTER.describe
 tis_function, policy_loss = ADAPTER.tis_function, ADAPTER.policy_loss
 rollout_data_postprocess, before_train_step = ADAPTER.rollout_data_postprocess, ADAPTER.before_train_step
-init, group_advantages = ADAPTER.init, ADAPTER.group_advantages
-data_source = partial(samples.data_source, ADAPTER.name)
+init, group_advantages, data_source = ADAPTER.init, ADAPTER.group_advantages, ADAPTER.data_source

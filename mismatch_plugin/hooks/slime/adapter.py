@@ -43,18 +43,15 @@ from mismatch_plugin.hooks.slime.config import (
     runs,
     set_hook,
 )
+from mismatch_plugin.hooks.slime.samples import data_source
 from mismatch_plugin.hooks.slime.updates import WeightUpdates
 from mismatch_plugin.parallel.agreement import StepKind, settings_of
-from mismatch_plugin.parallel.context import local_positions, padded_length
+from mismatch_plugin.parallel.context import chunk_lengths, local_positions, padded_length, select_tokens_of
 from mismatch_plugin.parallel.groups import ParallelGroups
 
 
 def pack_local(
-    args: Namespace,
-    batch: Mapping[str, Any],
-    groups: ParallelGroups,
-    needs: Sequence[str] = (),
-    **tokens: Sequence[Tensor] | None,
+    args: Namespace, batch: Mapping[str, Any], groups: ParallelGroups, **tokens: Sequence[Tensor] | None
 ) -> PackedSequences:
     """This rank's tokens of a micro-batch. No collective, no host sync on what the samples hold.
 
@@ -62,33 +59,35 @@ def pack_local(
     the response the tokens whose *predicting* position lies in them; maybe none.
     batch: loss_masks ([response] a sample, whole on every rank; anything but 0 trains), total_lengths,
         response_lengths, and under `--qkv-format bshd` (miles) max_seq_lens, which the chunks are cut from.
-    needs: `Unit.needs`, what is to be said of the whole sequences under context parallelism.
     tokens: per-token fields of `PackedSequences`, [this rank's tokens] a sample; None or [] leaves one out. All are
         detached but the entropy, whose gradient is the bonus.
     Raises ValueError where a field does not cover this rank's tokens of a sample.
     """
-    masks, totals, responses = batch["loss_masks"], batch["total_lengths"], batch["response_lengths"]
+    masks, totals, responses = batch["loss_masks"], batch["total_lengths"], tuple(batch["response_lengths"])
     size, rank = groups.cp_size, groups.cp_rank
-    lengths, held, chunks = tuple(responses), [], []
-    if size > 1:
-        padded = batch.get("max_seq_lens") if getattr(args, "qkv_format", "thd") == "bshd" else None
-        for length, total, response in zip(padded or totals, totals, responses, strict=True):
-            whole, prompt = padded_length(length, "zigzag", size), total - response
-            at = local_positions(whole, "zigzag", size, rank) + 1 - prompt  # in the response, of the predicted token
-            held.append(at[(at >= 0) & (at < response)])
-            if "chunk_lengths" in needs:
-                chunk = (held[-1] + prompt - 1) // (whole // (2 * size))
-                chunks.append(tuple(chunk.bincount(minlength=2 * size).tolist()))
-        lengths = tuple(map(len, held))
     for sample, (mask, response) in enumerate(zip(masks, responses, strict=True)):
         if mask.shape != (response,):
             raise ValueError(
                 f"loss_masks of sample {sample} has shape {tuple(mask.shape)}, its response {response} tokens: the "
                 f"mask must cover the whole response on every rank."
             )
+    packed = PackedSequences(loss_mask=torch.cat(list(masks)) != 0, lengths=responses)
+    if size > 1:
+        padded = batch.get("max_seq_lens") if getattr(args, "qkv_format", "thd") == "bshd" else None
+        start, held, chunks = 0, [], []
+        for sample, (length, total, response) in enumerate(zip(padded or totals, totals, responses, strict=True)):
+            whole, prompt = padded_length(length, "zigzag", size), total - response
+            at = local_positions(whole, "zigzag", size, rank)
+            at = at[(at + 1 >= prompt) & (at + 1 < total)]  # those that predict a token of the response
+            held.append(start + at + 1 - prompt)
+            chunks.append(2 * size * sample + at // (whole // (2 * size)))
+            start += response
+        lengths = tuple(map(len, held))
+        index = torch.cat(held).to(packed.loss_mask.device)
+        packed = select_tokens_of(packed, index, lengths, chunk_lengths(torch.cat(chunks), 2 * size, packed))
     fields: dict[str, Any] = {}
     for name, values in tokens.items():
-        for sample, (value, length) in enumerate(zip(values or (), lengths, strict=bool(values))):
+        for sample, (value, length) in enumerate(zip(values or (), packed.lengths, strict=bool(values))):
             if value.shape != (length,):
                 raise ValueError(
                     f"{name} of sample {sample} has shape {tuple(value.shape)}, but this rank holds {length} of "
@@ -97,19 +96,7 @@ def pack_local(
         if values:
             joined = torch.cat(list(values))
             fields[name] = joined if name == "entropy" else joined.detach()
-
-    mask = torch.cat(list(masks))
-    if size > 1:
-        starts = torch.tensor([0, *responses]).cumsum(0).tolist()
-        index = torch.cat([start + at for start, at in zip(starts, held, strict=False)]).to(mask.device)
-        fields["positions"] = torch.cat(held).to(mask.device)
-        if "unit_ids" in needs:
-            unit_ids, counts = PackedSequences(loss_mask=mask != 0, lengths=tuple(responses)).unit_numbers()
-            fields |= {"unit_ids": unit_ids[index], "unit_counts": counts}
-        if "chunk_lengths" in needs:
-            fields["chunk_lengths"] = tuple(chunks)
-        mask = mask[index]
-    return PackedSequences(loss_mask=mask != 0, lengths=lengths, **fields)
+    return packed.replace(**fields)
 
 
 Reduce = Callable[[Tensor], Tensor]
@@ -161,40 +148,42 @@ class Versions:
 
     def read(self, rollout_data: dict[str, Any], trainer: int | None) -> None:
         """A rollout's loss masks and versions, one a sample. slime's own logging cannot read them: they are taken out.
-
-        Host syncs: one for a sample without versions, to know whether it trains.
-        """
+        Host syncs: one for a sample without versions, to know whether it trains."""
         masks = rollout_data["loss_masks"]
         told = rollout_data.pop(_KEY, None) if self.host == "slime" else rollout_data.get(_KEY)
-        self.trainer, self.failure, self._held = trainer, "", {}
-        if trainer is None:
-            self.failure = (
-                f"--rs-max-staleness counts back from the number of the last weight update, and {self.host}'s training "
-                f"process has none: leave it out."
-            )
-            return
         names = rollout_data.get("sample_indices") or range(len(masks))
-        for name, mask, versions in zip(names, masks, told or [()] * len(masks), strict=True):
-            try:
-                oldest = min(map(_number, versions)) if versions else None
-            except ValueError as error:
-                self.failure = f"sample {name}: {error}"
-                return
-            if oldest is None and bool((mask != 0).any()):
-                patch = f"apply the patch ({VERSIONS_PATCH}), and " if self.host == "slime" else ""
-                self.failure = (
-                    f"sample {name} has no weight version (Sample.weight_versions): {patch}let a custom generate "
-                    f"function call Sample.update_from_meta_info with SGLang's meta_info, or leave --rs-max-staleness "
-                    f"out."
+        self.trainer, self.failure, self._held = trainer, "", {}
+        try:
+            if trainer is None:
+                raise ValueError(
+                    f"--rs-max-staleness counts back from the number of the last weight update, and {self.host}'s "
+                    f"training process has none: leave it out."
                 )
-                return
-            self._held[id(mask)] = mask, trainer if oldest is None else oldest
+            for name, mask, versions in zip(names, masks, told or [()] * len(masks), strict=True):
+                self._held[id(mask)] = mask, self._oldest(name, mask, versions, trainer)
+        except ValueError as error:
+            self.failure = str(error)
+
+    def _oldest(self, name: Any, mask: Tensor, versions: Sequence[Any], trainer: int) -> int:
+        # The hosts name their versions by the number of the update, from 1; SGLang's own name is that before the first.
+        numbers = ["0" if str(version) == INITIAL_VERSION else str(version) for version in versions or ()]
+        for number in numbers:
+            if not number.isdecimal():
+                raise ValueError(
+                    f"sample {name}: weight version {number!r} is not the number of an update: leave "
+                    f"--rs-max-staleness out."
+                )
+        if not numbers and bool((mask != 0).any()):
+            patch = f"apply the patch ({VERSIONS_PATCH}), and " if self.host == "slime" else ""
+            raise ValueError(
+                f"sample {name} has no weight version (Sample.weight_versions): {patch}let a custom generate "
+                f"function call Sample.update_from_meta_info with SGLang's meta_info, or leave --rs-max-staleness out."
+            )
+        return min(map(int, numbers), default=trainer)
 
     def on(self, packed: PackedSequences, config: MismatchConfig, loss_masks: Sequence[Tensor]) -> PackedSequences:
-        """The packed batch with the versions of the samples whose masks these are, where the settings need them.
-
-        Host syncs: none. Raises ValueError where a version is missing or the rollout was not read.
-        """
+        """The packed batch with the versions of the samples whose masks these are, where the settings need them. Host
+        syncs: none. Raises ValueError where a version is missing or the rollout was not read."""
         if config.rs.max_staleness is None:
             return packed
         if self.failure:
@@ -210,15 +199,6 @@ class Versions:
         return packed.replace(weight_versions=tokens.to(packed.loss_mask.device), trainer_version=self.trainer)
 
 
-def _number(version: Any) -> int:
-    """The hosts name their versions by the number of the update, from 1; SGLang's own name is that before the first."""
-    if str(version) == INITIAL_VERSION:
-        return 0
-    if not str(version).isdecimal():
-        raise ValueError(f"weight version {version!r} is not the number of an update: leave --rs-max-staleness out.")
-    return int(version)
-
-
 class RayAdapter(ABC):
     """The hooks of one host; its path arguments name the public methods. One per process.
 
@@ -230,8 +210,8 @@ class RayAdapter(ABC):
     def __init__(self) -> None:
         self.host = host = HOSTS[self.name]
         self.settings, self.check = partial(read_settings, host=host), partial(check_arguments, host=host)
-        self.describe = partial(describe_settings, host=host)
-        self.run = MegatronStep(self._log_step, writes=self.writes)
+        self.describe, self.data_source = partial(describe_settings, host=host), partial(data_source, self.name)
+        self.run = MegatronStep(self._log_step, self.is_first)
         self.versions, self.updates = Versions(self.name), WeightUpdates(self.name, self.run.rollout_metrics)
         self._read: tuple[Namespace, MismatchConfig] | None = None
 
@@ -248,9 +228,9 @@ class RayAdapter(ABC):
     def log(self, args: Namespace, metrics: dict[str, float]) -> None:
         """Hand metrics to the host's tracker."""
 
-    def writes(self, args: Namespace) -> bool:
-        """Whether this process writes files, of several replicas."""
-        return True
+    def is_first(self, groups: ParallelGroups) -> bool:
+        """Whether this rank of the last stage speaks for all."""
+        return groups.is_first_of_stage
 
     @cached_property
     def groups(self) -> ParallelGroups:
@@ -312,7 +292,7 @@ class RayAdapter(ABC):
             raise ValueError(f"{self.name} passes no training log-probs: weights of algorithm 2 need them.")
         lengths = {"total_lengths": total_lengths, "response_lengths": response_lengths, "max_seq_lens": max_seq_lens}
         compared = {"old_log_probs": train_log_probs, "rollout_log_probs": rollout_log_probs}
-        packed = self._pack(args, {"loss_masks": loss_masks, **lengths}, config, compared)
+        packed = self._pack(args, {"loss_masks": loss_masks, **lengths}, compared)
         correction = correct(packed, config, self.groups, self.run.factor(config), thresholds=self.run.thresholds)
         loss = self.run.record(correction.applied_to(pg_loss), correction, config, loss_masks)
         return loss, loss_masks, _token_metrics(correction, config)
@@ -347,7 +327,7 @@ class RayAdapter(ABC):
         names = ("rollout_log_probs", "advantages", "ref_log_probs")
         fields = {name: batch.get(name) for name in names} | {"entropy": entropy}
         fields["old_log_probs"] = None if config.use_rollout_log_probs else batch.get("log_probs")
-        packed = self._pack(args, batch, config, fields)
+        packed = self._pack(args, batch, fields)
         token = token_loss(
             torch.cat(log_probs), packed, config, self.groups, self.run.factor(config), thresholds=self.run.thresholds
         )
@@ -376,11 +356,9 @@ class RayAdapter(ABC):
         report |= {name: reduce(values) for name, values in _token_metrics(token.correction, config).items()}
         return loss, {"loss": loss.detach().clone(), "pg_loss": pg_loss.detach().clone(), **report}
 
-    def _pack(
-        self, args: Namespace, batch: Mapping[str, Any], config: MismatchConfig, fields: Mapping[str, Any]
-    ) -> PackedSequences:
-        packed = pack_local(args, batch, self.groups, config.unit.needs, **fields)
-        return self.versions.on(packed, config, batch["loss_masks"])
+    def _pack(self, args: Namespace, batch: Mapping[str, Any], fields: Mapping[str, Any]) -> PackedSequences:
+        packed = pack_local(args, batch, self.groups, **fields)
+        return self.versions.on(packed, self.config(args), batch["loss_masks"])
 
     def rollout_data_postprocess(self, args: Namespace, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
         """Before a rollout's steps, on every rank: checks the data, and knows mean weights that algorithm 2 divides by.
@@ -410,7 +388,7 @@ class RayAdapter(ABC):
                     lists = {key: rollout_data[key] for key in _PREPARED if rollout_data.get(key) is not None}
                     chosen = {key: [rows[i] for i in samples] for key, rows in lists.items()}
                     fields = {mine: chosen.get(theirs) for theirs, mine in _COMPARED.items()}
-                    steps.append(self._pack(args, chosen, config, fields))
+                    steps.append(self._pack(args, chosen, fields))
             except ValueError as error:  # on all ranks together
                 failure = str(error)
         kind = StepKind(settings_of(config, optimizer_steps=len(counts)), held, tuple(counts), sequences, failure)
@@ -427,17 +405,10 @@ class RayAdapter(ABC):
             return
         from megatron.core.utils import get_model_config
 
-        device = next((p.device for p in model[0].parameters()), "cpu")
-        self.run.begin(
-            args,
-            self.config(args),
-            self.groups,
-            get_model_config(model[0]),
-            rollout_id * (self.run.steps_per_rollout or _steps_per_rollout(args)) + step_id,
-            step_id=step_id,
-            device=device,
-            failure=self.versions.failure,
-        )
+        config, model_config = self.config(args), get_model_config(model[0])
+        number = rollout_id * (self.run.steps_per_rollout or _steps_per_rollout(args)) + step_id
+        failure = self.versions.failure
+        self.run.begin(args, config, self.groups, model_config, number, step_id=step_id, failure=failure)
 
 
 _HELD = {"log_probs": "old_log_probs"} | {

@@ -34,6 +34,7 @@ from mismatch_plugin.config.values import (
     merge,
     number,
     parse_bool,
+    present,
     unknown,
 )
 from mismatch_plugin.data.sampling import filter_bias
@@ -116,10 +117,9 @@ def runs(args: Namespace, host: str, name: str) -> bool:
     return value(args, HOOKS[name]) == hook_path(host, name)
 
 
-def set_hook(host: str, *names: str) -> str:
-    """What to do for our functions to run: their path arguments, or the launcher."""
-    paths = " and ".join(f"{flag(HOOKS[name])} {hook_path(host, name)}" for name in names)
-    return f"set {paths}, or start through {_LAUNCHER}"
+def set_hook(host: str, name: str) -> str:
+    """What to do for our function to run: its path argument, or the launcher."""
+    return f"set {flag(HOOKS[name])} {hook_path(host, name)}, or start through {_LAUNCHER}"
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -142,7 +142,17 @@ def read_settings(args: Namespace, host: Host) -> MismatchConfig:
         )
     weighs = ours.pop("use_tis", False) or weighs
     algorithm = bypass + 2 * weighs
-    theirs = {**_of_host(args), "use_rollout_log_probs": bypass, "use_tis": weighs}
+    low, high = value(args, "eps_clip"), value(args, "eps_clip_high")
+    kl_coef = value(args, "kl_loss_coef") if value(args, "use_kl_loss") else 0.0
+    clip = {"eps_clip_low": lower_epsilon(low, "eps_clip"), "eps_clip_high": low if high is None else high}
+    terms = {"entropy_coef": value(args, "entropy_coef"), "kl_coef": kl_coef}
+    theirs: dict[str, Any] = {
+        "use_rollout_log_probs": bypass,
+        "use_tis": weighs,
+        "ppo": clip | present(dual_clip=value(args, "eps_clip_c")),
+        "terms": terms | present(kl_type=value(args, "kl_loss_type") if kl_coef else None),
+        "aggregation": "token-mean" if value(args, "calculate_per_token_loss") else "seq-mean-token-mean",
+    }
     estimator = value(args, "advantage_estimator")
     if (objective := host_objective(estimator)) != "ppo":
         theirs["objective"] = objective
@@ -156,19 +166,6 @@ def read_settings(args: Namespace, host: Host) -> MismatchConfig:
     if value(args, "use_opsm") and value(args, "loss_type") == "custom_loss":
         ours = with_opsm({**ours, "use_rollout_log_probs": bypass}, value(args, "opsm_delta"))
     return resolve(host, ours, theirs, by_hand=())
-
-
-def _of_host(args: Namespace) -> dict[str, Any]:
-    """Clip, entropy, KL and aggregation as the host has them."""
-    low, high = value(args, "eps_clip"), value(args, "eps_clip_high")
-    dual, kl_coef = value(args, "eps_clip_c"), value(args, "kl_loss_coef") if value(args, "use_kl_loss") else 0.0
-    ppo = {"eps_clip_low": lower_epsilon(low, "eps_clip"), "eps_clip_high": low if high is None else high}
-    terms = {"entropy_coef": value(args, "entropy_coef"), "kl_coef": kl_coef}
-    return {
-        "ppo": ppo if dual is None else {**ppo, "dual_clip": dual},
-        "terms": {**terms, "kl_type": value(args, "kl_loss_type")} if kl_coef else terms,
-        "aggregation": "token-mean" if value(args, "calculate_per_token_loss") else "seq-mean-token-mean",
-    }
 
 
 def _tis_bounds(args: Namespace, tis: Mapping[str, Any], host: Host) -> dict[str, Any]:
@@ -358,6 +355,13 @@ def describe_settings(config: MismatchConfig, args: Namespace, host: Host) -> li
         )
     elif bias := filter_bias(top_p=top_p, top_k=top_k, renormalised=False):
         bias += f". {name} passes no mask on: sample with top_p 1 and top_k -1"
+    metrics, second = value(args, "get_mismatch_metrics"), "yes"
+    if value(args, "skip_actor_forward_only"):
+        second = "no (--skip-actor-forward-only)"
+    elif config.use_rollout_log_probs:
+        second = "yes, for --get-mismatch-metrics alone (leave that out to skip it)" if metrics else "no"
+    elif not (custom or metrics):
+        second += f" ({name} skips it when a rollout is one step)"
     bare = "no step metrics, and an invalid rollout log-prob makes the loss NaN instead of an error"
     whole = "by the step's tokens" if config.aggregation == "token-mean" else "per rollout, then over rollouts"
     reducer = value(args, REDUCER)
@@ -365,20 +369,11 @@ def describe_settings(config: MismatchConfig, args: Namespace, host: Host) -> li
         config,
         lines,
         divided=f"by {reducer}" if reducer else f"as in {name}: {whole}; rejected tokens still count",
-        second_pass=_second_pass(args, config, custom, name),
+        second_pass=second,
         filtered=bias,
         length=value(args, "rollout_max_response_len"),
         notes=[] if steps else [f"{bare}: {set_hook(name, 'before_train_step')}"],
     )
-
-
-def _second_pass(args: Namespace, config: MismatchConfig, custom: bool, host: str) -> str:
-    metrics = value(args, "get_mismatch_metrics")
-    if value(args, "skip_actor_forward_only"):
-        return "no (--skip-actor-forward-only)"
-    if config.use_rollout_log_probs:
-        return "yes, for --get-mismatch-metrics alone (leave that out to skip it)" if metrics else "no"
-    return "yes" if custom or metrics else f"yes ({host} skips it when a rollout is one step)"
 
 
 # The launcher ---------------------------------------------------------------------------------------------------------
@@ -399,12 +394,16 @@ _INLINE = "base64:"  # miles takes the file itself as a value
 
 
 def plan(host: Host, given: Given, script: Path | None) -> Plan:
-    """The run under slime or miles: which path arguments, and the settings for its Namespace.
-
-    Raises: ValueError where the host's own arguments and ours contradict each other, or name another loss.
-    """
+    """The run under slime or miles: which path arguments, and the settings for its Namespace. Raises: ValueError where
+    the host's own arguments and ours contradict each other, or name another loss."""
     args, typed = peek(given.host_argv, TABLE)
-    file = _read_config(args)
+    path, file = args.custom_config_path, {}
+    if path is not None and path.startswith(_INLINE):
+        file = parse_yaml(b64decode(path[len(_INLINE) :], validate=True).decode()) or {}
+        if not isinstance(file, dict):
+            raise ValueError(f"{_CONFIG_PATH} holds a {type(file).__name__}, not a mapping of arguments.")
+    elif path is not None:
+        file = read_mapping(path)
     validate_setting_names(file)
     vars(args).update(file)
     flags = set(destinations()) - ARGUMENTS.keys()
@@ -435,10 +434,8 @@ def plan(host: Host, given: Given, script: Path | None) -> Plan:
 
 
 def _settings(host: Host, given: Given, args: Namespace, in_file: list[str]) -> MismatchConfig:
-    """The configuration, and `mismatch_settings` and the two switches on `args` as the host will see them.
-
-    in_file: settings of ours in the host's --custom-config-path.
-    """
+    """The configuration, and `mismatch_settings` and the two switches on `args` as the host will see them. in_file:
+    settings of ours in the host's --custom-config-path."""
     typed = [flag for flag in given.flags if flag not in ("--use-tis", "--use-rollout-log-probs")]
     if in_file and typed:
         raise ValueError(
@@ -461,10 +458,8 @@ def _settings(host: Host, given: Given, args: Namespace, in_file: list[str]) -> 
 
 
 def _arguments(host: Host, config: MismatchConfig, args: Namespace, typed: set[str]) -> list[str]:
-    """The host's arguments to add, set on `args` as well. Raises ValueError where they are taken by something else.
-
-    typed: destinations that the command line or the host's file gives.
-    """
+    """The host's arguments to add, set on `args` as well. typed: destinations that the command line or the host's file
+    gives. Raises ValueError where they are taken by something else."""
     added: list[str] = []
 
     def give(name: str, value: str | bool = True) -> None:
@@ -485,11 +480,11 @@ def _arguments(host: Host, config: MismatchConfig, args: Namespace, typed: set[s
             f"the plugin's flags out."
         )
     custom, reason = loss == "custom_loss", why_our_loss(args, config, host)
-    if not custom and config.use_rollout_log_probs and not reason and "loss_type" in typed:
-        return added  # the host's own loss is algorithm 1
-    if not custom and "loss_type" not in typed and (config.use_rollout_log_probs or reason):
+    if not custom and (config.use_rollout_log_probs or reason) and "loss_type" not in typed:
         give("loss_type", "custom_loss")
         give(HOOKS["policy_loss"], ours)
+    elif config.use_rollout_log_probs and not (custom or reason):
+        return added  # the host's own loss is algorithm 1
     elif not custom:
         if args.custom_tis_function_path is not None and not runs(args, host.name, "tis_function"):
             raise ValueError(
@@ -509,18 +504,6 @@ def _arguments(host: Host, config: MismatchConfig, args: Namespace, typed: set[s
         if not custom and not args.get_mismatch_metrics:
             give("get_mismatch_metrics")  # the pass for old log-probs runs where a rollout is one step, too
     return added
-
-
-def _read_config(args: Namespace) -> dict[str, Any]:
-    """What the host's --custom-config-path will set on its Namespace, after its own checks."""
-    path = args.custom_config_path
-    if path is None:
-        return {}
-    inline = str(path).startswith(_INLINE)
-    data = parse_yaml(b64decode(path[len(_INLINE) :], validate=True).decode()) or {} if inline else read_mapping(path)
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{_CONFIG_PATH} holds a {type(data).__name__}, not a mapping of arguments.")
-    return {str(name): value for name, value in data.items()}
 
 
 def validate_versions_kept(host: str, script: Path | None) -> None:

@@ -68,10 +68,8 @@ def _keeping(own: Any, sample: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def data_source(host: str, args: Any) -> Any:
-    """The host's data source, or the one that `OWN_SOURCE` names, after `watch_samples`.
-
-    For `--data-source-path`: the rollout manager calls it with the arguments when it starts.
-    """
+    """For `--data-source-path`, when the rollout manager starts: `watch_samples`, and then the host's data source, or
+    the one that `OWN_SOURCE` names."""
     watch_samples(host)
     path = getattr(args, OWN_SOURCE, None) or f"{host}.rollout.data_source.RolloutDataSourceWithBuffer"
     return resolve_name(path)(args)

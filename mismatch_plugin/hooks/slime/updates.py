@@ -71,8 +71,7 @@ class WeightUpdates:
         self.version: str | None = None
         self._before: list[Tensor] = []  # some elements of the masters, as they were after the last update
         self._mode: VerifyWeights = "off"
-        self._sent: SentWeights | None = None
-        self._failed = ""  # why this rank's tensors of the update under way could not be digested
+        self._sent: SentWeights | str | None = None  # of the update under way, or why they could not be digested
         self._said: set[str] = set()
 
     def watch(self, args: Namespace, mode: VerifyWeights) -> None:
@@ -82,10 +81,18 @@ class WeightUpdates:
             return
         actor = import_module(f"{self.host}.backends.megatron_utils.actor")
         found = {kind: method for name, method in SENDERS[self.host].items() if (kind := getattr(actor, name, None))}
-        reason = _not_comparable(args)
-        if not found or not all(map(hasattr, found, found.values())):
-            reason = f"this {self.host} sends them otherwise than the tested one."
-        if reason:
+        transport = getattr(args, "update_weight_transport", None), getattr(args, "update_weight_transfer_mode", None)
+        delta = "disk-delta" in transport or getattr(args, "update_weight_mode", None) == "delta"
+        quantization = getattr(args, "sglang_quantization", None)
+        reasons = {
+            f"this {self.host} sends them otherwise than the tested one.": not (
+                found and all(map(hasattr, found, found.values()))
+            ),
+            "they go through files.": delta or "disk" in transport,
+            f"the servers quantise what they load (--sglang-quantization {quantization}).": quantization is not None,
+            "adapters are sent, not the weights that they are added to.": getattr(args, "lora_rank", 0),
+        }
+        for reason in (reason for reason, there in reasons.items() if there):
             self._mode = "off"
             if getattr(args, "rank", 0) == 0:
                 logger.info("weight updates are not verified: %s", reason)
@@ -96,21 +103,19 @@ class WeightUpdates:
         wrap_once(_TRAIN_DUMPS[self.host], "save_debug_train_data", self._signing)
 
     def _digesting(self, own: Any, updater: Any, named_tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._sent is not None:
+        if isinstance(self._sent, SentWeights):
             # A generator is read once, here; lists are cleared by the host, and go on as they are.
             if not isinstance(named_tensors, Sequence):
                 named_tensors = [*named_tensors]
             try:
                 self._sent.add(named_tensors)
             except Exception as error:  # a comparison must not stop what it compares
-                self._sent, self._failed = None, f"{type(error).__name__}: {error}"
+                self._sent = f"{type(error).__name__}: {error}"
         return own(updater, named_tensors, *args, **kwargs)
 
     def _verifying(self, own: Any, updater: Any, *args: Any, **kwargs: Any) -> Any:
-        """Collectives: one SUM of five numbers, and those of `_sends` and `_verdict` where updates are compared.
-
-        Raises WeightUpdateError, on all ranks, where a server holds other weights than were sent.
-        """
+        """Collectives: one SUM of five numbers, and those of `_sends` and `_verdict` where updates are compared. Raises
+        WeightUpdateError, on all ranks, where a server holds other weights than were sent."""
         self.fingerprint = None
         group = import_module(f"{self.host}.utils.distributed_utils").get_gloo_group()
         change = self._change(updater).cpu()
@@ -120,13 +125,12 @@ class WeightUpdates:
         if self._mode == "off":
             return own(updater, *args, **kwargs)
         # Ranks that send the same as others need not digest it, too; theirs is never asked for.
-        sent = self._sent = SentWeights() if _sends(updater, group) else None
-        self._failed = ""
+        self._sent = SentWeights() if _sends(updater, group) else None
         try:
             result = own(updater, *args, **kwargs)
         finally:
-            self._sent = None
-        verdict, first = _verdict(updater, dict(sent or {}), self._failed, group), dist.get_rank() == 0
+            sent, self._sent = self._sent, None
+        verdict, first = _verdict(updater, sent, group), dist.get_rank() == 0
         self.fingerprint, self.version = verdict.fingerprint, str(getattr(updater, "weight_version", "")) or None
         if verdict.reason and first and verdict.reason not in self._said:
             self._said.add(verdict.reason)
@@ -168,18 +172,6 @@ class WeightUpdates:
         return own(args, rollout_data=rollout_data, **rest)
 
 
-def _not_comparable(args: Namespace) -> str:
-    """Why the digests of what these arguments make the host send say nothing about what serves; "" where they do."""
-    transport = getattr(args, "update_weight_transport", None), getattr(args, "update_weight_transfer_mode", None)
-    if "disk" in transport or "disk-delta" in transport or getattr(args, "update_weight_mode", None) == "delta":
-        return "they go through files."
-    if (quantization := getattr(args, "sglang_quantization", None)) is not None:
-        return f"the servers quantise what they load (--sglang-quantization {quantization})."
-    if getattr(args, "lora_rank", 0):
-        return "adapters are sent, not the weights that they are added to."
-    return ""
-
-
 def _sends(updater: Any, group: Any) -> bool:
     """Whether this rank's tensors are among those to compare. Collectives: one MIN where servers are colocated.
 
@@ -196,29 +188,30 @@ def _sends(updater: Any, group: Any) -> bool:
     return source == int(first)
 
 
-def _verdict(updater: Any, tensors: Mapping[str, Any], failed: str, group: Any) -> Verdict:
+def _verdict(updater: Any, sent: SentWeights | str | None, group: Any) -> Verdict:
     """Rank 0's verdict, on every rank. Collectives: one gather and one broadcast of objects."""
     first = dist.get_rank() == 0
     parts: list[Any] | None = [None] * dist.get_world_size(group) if first else None
-    dist.gather_object((tensors, failed), parts, dst=0, group=group)
+    dist.gather_object(sent, parts, dst=0, group=group)
     verdict: list[Verdict] = [Verdict()]
     if parts is not None:
         try:
-            failures = [failure for _, failure in parts if failure]
-            verdict = [Verdict(reason=failures[0]) if failures else _compared(updater, [part for part, _ in parts])]
+            verdict = [_compared(updater, parts)]
         except Exception as error:  # whatever it is: the other ranks wait
             verdict = [Verdict(reason=f"{type(error).__name__}: {error}")]
     dist.broadcast_object_list(verdict, src=0, group=group)
     return verdict[0]
 
 
-def _compared(updater: Any, parts: Sequence[Mapping[str, Any]]) -> Verdict:
+def _compared(updater: Any, parts: Sequence[SentWeights | str | None]) -> Verdict:
+    sent = SentWeights()
+    for part in parts:
+        if isinstance(part, str):
+            return Verdict(reason=part)
+        sent.update(part or {})
     if (quantization := getattr(updater, "quantization_config", None)) is not None:
         method = quantization.get("quant_method", quantization)
         return Verdict(reason=f"the checkpoint is quantised ({method}), and servers repack such weights.", final=True)
-    sent = SentWeights()
-    for part in parts:
-        sent.update(part)
     if not sent:
         return Verdict(reason="no tensor was seen on its way.", final=True)
     replies: list[list[Mapping[str, Any]]] = []

@@ -21,7 +21,7 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.correction import correct
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.data.sampling import filter_bias
-from mismatch_plugin.hooks.base import block_lines, given_settings, resolve, start_block, version_line
+from mismatch_plugin.hooks.base import announce, block_lines, given_settings, resolve
 from mismatch_plugin.hooks.hosts import TRL
 
 _LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
@@ -48,7 +48,7 @@ class CorrectionMixin:
         super().__init__(*args, **kwargs)
         self.mismatch = settings(mismatch, self.args)
         if self.accelerator.is_main_process:
-            print(start_block("trl", [*describe(self.mismatch, self.args), version_line(TRL)]), flush=True)
+            announce(TRL, describe(self.mismatch, self.args))
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         base: Any = super()
@@ -108,10 +108,7 @@ class CorrectionMixin:
 
 
 def settings(given: MismatchConfig | Mapping[str, Any] | str, args: Any) -> MismatchConfig:
-    """Our settings (`given_settings`) next to TRL's `GRPOConfig`.
-
-    Raises: ValueError, one sentence, for what cannot be had there.
-    """
+    """Ours (`given_settings`) next to TRL's `GRPOConfig`. Raises: ValueError, one sentence, for what cannot be had."""
     ours, base = given_settings(given)
     config = resolve(TRL, ours, {"denominator": "original"}, base=base)
     if config.use_rollout_log_probs and config.rejects_by_log_probs:

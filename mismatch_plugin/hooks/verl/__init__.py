@@ -28,7 +28,7 @@ from mismatch_plugin.core.groups import group_advantages, group_metrics
 from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.hooks.base import start_block, version_line, wrap_once
+from mismatch_plugin.hooks.base import announce, wrap_once
 from mismatch_plugin.hooks.hosts import VERL
 from mismatch_plugin.hooks.verl.config import LOSS_NAME, check_tree, describe, has_block, settings
 from mismatch_plugin.limits import SAFETY_BOUND
@@ -60,27 +60,20 @@ def mismatch_loss(
     losses, mask, metrics = verl_token_loss(
         old_log_prob, log_prob, advantages, response_mask, settings(config), rollout_is_weights
     )
-    loss = import_module(_CORE).agg_loss(
-        loss_mat=losses, loss_mask=mask, loss_agg_mode=loss_agg_mode, **_batch_info(config.global_batch_info, mask)
-    )
-    return loss, metrics
-
-
-def _batch_info(given: Mapping[str, Any], mask: Tensor) -> dict[str, Any]:
-    """verl's batch sizes, its own defaults filled in, and none of them 0: agg_loss divides by them."""
-    info = dict(given)
-    local = {"batch_num_tokens": mask.sum(), "global_batch_size": (mask.sum(-1) > 0).sum()}
-    for name, count in local.items():
+    # verl's batch sizes, its own defaults filled in, and none of them 0: agg_loss divides by them.
+    info = dict(config.global_batch_info)
+    for name, count in {"batch_num_tokens": mask.sum(), "global_batch_size": (mask.sum(-1) > 0).sum()}.items():
         size = info.get(name)
         if size is None and info.get("dp_size", 1) == 1:
             size = count
         if size is not None:
-            info[name] = size.clamp(min=1) if isinstance(size, torch.Tensor) else max(size, 1)
-    return info
+            info[name] = size.clamp(min=1) if isinstance(size, Tensor) else max(size, 1)
+    loss = import_module(_CORE).agg_loss(loss_mat=losses, loss_mask=mask, loss_agg_mode=loss_agg_mode, **info)
+    return loss, metrics
 
 
 def register() -> None:
-    """Register the loss and wrap what of verl reads a configuration or logs a step. Idempotent.
+    """Register the loss and wrap what of verl reads a configuration. Idempotent.
 
     Wrapped: the loss `bypass_mode`, `compute_rollout_correction_and_add_to_batch`, `validate_config` and `Tracking`;
     each does what verl's own does unless the configuration asks for this package.
@@ -95,9 +88,7 @@ def register() -> None:
         "verl.trainer.ppo.rollout_corr_helper", "compute_rollout_correction_and_add_to_batch", _rollout_correction
     )
     wrap_once("verl.utils.config", "validate_config", _validate_config)
-    tracking = import_module("verl.utils.tracking").Tracking
-    wrap_once(tracking, "__init__", begin_tracking)
-    wrap_once(tracking, "log", log_step)
+    wrap_once(import_module("verl.utils.tracking").Tracking, "__init__", begin_tracking)
 
 
 def _bypass_mode(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -120,7 +111,7 @@ def _validate_config(own: Callable[..., Any], config: Any, *args: Any, **kwargs:
     if chosen is not None:
         if chosen.report_dir is not None:
             validate_same_settings(chosen.report_dir, chosen)
-        print(start_block("verl", [*describe(chosen, config), version_line(VERL)]), flush=True)
+        announce(VERL, describe(chosen, config))
     return own(config, *args, **kwargs)
 
 
@@ -198,7 +189,8 @@ def correct_rollout_batch(batch: Any, config: MismatchConfig) -> tuple[Any, dict
     (`rollout_corr/all_rejected` is 1). Under `rs.group` the batch also says who is accepted, for the advantages.
     Host syncs: none on the driver, whose batch is on the CPU (the rows' lengths, the metrics, and whether anything is
     left are read there). Collectives: none.
-    Raises: ValueError for shapes that differ; InvalidLogProbError naming row, position and value.
+    Raises: ValueError for shapes that differ, and under `rs.group` without uid or token_level_rewards [B, S];
+    InvalidLogProbError naming row, position and value.
     """
     data = batch.batch
     mask = data["response_mask"]
@@ -206,7 +198,16 @@ def correct_rollout_batch(batch: Any, config: MismatchConfig) -> tuple[Any, dict
     correction = correct(packed, config)
     metrics = correction.statistics.metrics()  # raises before anything is written
     if config.rs.group != "keep":
-        metrics |= mark_accepted(batch, config, correction.kept_N > 0)
+        rewards, least = data.get("token_level_rewards", None), config.rs.least_accepted
+        if "uid" not in batch.non_tensor_batch or rewards is None:
+            raise ValueError(
+                f"the batch has no uid or no token_level_rewards, and rs.group {config.rs.group} needs the group and "
+                f"the reward of every response: leave it out."
+            )
+        accepted = data[_ACCEPTED] = correction.kept_N > 0
+        batch.meta_info[_LEAST] = least
+        if config.metrics != "off":
+            metrics |= group_metrics(rewards.sum(-1), list(batch.non_tensor_batch["uid"]), accepted, least)
     stays = config.denominator == "original"
     if config.rejects and packed.loss_mask.numel():
         stays = stays or not bool(correction.keep.any())
@@ -246,24 +247,6 @@ def pack_trained(data: Mapping[str, Tensor]) -> PackedSequences:
     )
 
 
-def mark_accepted(batch: Any, config: MismatchConfig, accepted_N: Tensor) -> dict[str, float]:
-    """Leave in the batch who is accepted, for the advantages that verl computes next. Returns metrics.
-
-    batch: verl's DataProto, with token_level_rewards [B, S] and uid. Raises ValueError where one of them is missing.
-    """
-    rewards = batch.batch.get("token_level_rewards", None)
-    if "uid" not in batch.non_tensor_batch or rewards is None:
-        raise ValueError(
-            f"the batch has no uid or no token_level_rewards, and rs.group {config.rs.group} needs the group and the "
-            f"reward of every response: leave it out."
-        )
-    least = config.rs.least_accepted
-    batch.batch[_ACCEPTED], batch.meta_info[_LEAST] = accepted_N, least
-    if config.metrics == "off":
-        return {}
-    return group_metrics(rewards.sum(-1), list(batch.non_tensor_batch["uid"]), accepted_N, least)
-
-
 def compute_advantage(own: Callable[..., Any], data: Any, adv_estimator: Any, *args: Any, **kwargs: Any) -> Any:
     """verl's `compute_advantage` by way of `own`, and for a marked batch `group_advantages` of each prompt's responses.
 
@@ -284,21 +267,13 @@ def compute_advantage(own: Callable[..., Any], data: Any, adv_estimator: Any, *a
 
 
 def begin_tracking(own: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """verl's `Tracking.__init__`, which keeps our settings. verl's other trainers (SFT) have another tree."""
+    """verl's `Tracking.__init__`, after which each training step that it logs is a line of our report, too.
+
+    In bypass mode our metrics are verl's mean over micro-batches. verl's other trainers (SFT) have another tree.
+    """
     own(self, *args, **kwargs)
     tree = kwargs["config"] if "config" in kwargs else args[3] if len(args) > 3 else None
     ours = isinstance(tree, Mapping) and {"algorithm", "actor_rollout_ref"} <= {*tree}
-    self.mismatch_settings = check_tree(tree) if ours else None
-
-
-def log_step(
-    own: Callable[..., None], self: Any, data: Mapping[str, Any], step: int, *args: Any, **kwargs: Any
-) -> None:
-    """verl's `Tracking.log`, and a line of our report where this is a training step (verl logs its validation, too).
-
-    In bypass mode our metrics are verl's mean over micro-batches. Next to ours a line has verl's other numbers.
-    """
-    own(self, data, step, *args, **kwargs)
-    config = self.mismatch_settings
+    config = check_tree(tree) if ours else None
     if config is not None and config.report_dir is not None:
-        report_logged(config, int(step), data)
+        wrap_once(self, "log", partial(report_logged, config))

@@ -80,10 +80,8 @@ def has_block(rollout_correction: Any) -> bool:
 
 
 def check_tree(tree: Any) -> MismatchConfig | None:
-    """Settings of verl's whole configuration; None where it does not ask for this package.
-
-    Raises: ValueError also where workers would not see the settings, or log-probs would be missing.
-    """
+    """Settings of verl's whole configuration; None where it does not ask for this package. Raises: ValueError, also
+    where workers would not see the settings, or log-probs would be missing."""
     algorithm, reference = tree["algorithm"], tree["actor_rollout_ref"]
     block = algorithm.get("rollout_correction")
     policy_loss = reference["actor"].get("policy_loss") or {}
@@ -181,11 +179,18 @@ def _build(given: str) -> MismatchConfig:
         theirs["objective"] = base["objective"]
     if not read.use_tis or not bypass:  # REINFORCE has no clip
         theirs["ppo"] = verl_clip(actor, own.get("objective") or base.get("objective", "ppo"))
-    base.pop("ppo", None)
     if name is not None:
-        _validate_switches(name, block, read)
-        base = find_preset(name).settings()
-        base.pop("ppo", None)
+        record = find_preset(name)
+        for key, default in CORRECTION.items():
+            if block.get(key, default) not in (default, None):
+                raise ValueError(f"{RC}.{key} {block[key]} is next to {BLOCK}.preset {name}: leave one of them out.")
+        # Without bypass_mode verl's switches say nothing of weights.
+        if bypass != (record.algorithm in (1, 3)) or (bypass and read.algorithm != record.algorithm):
+            switches = " and ".join(f"{key}={text(value)}" for key, value in switches_of(record.algorithm).items())
+            raise ValueError(
+                f"preset {name} is algorithm {record.algorithm}, {ALGORITHM_NAMES[record.algorithm]}: set {switches}."
+            )
+        base = record.settings()
     else:  # rollout_is null names no level, and asks for no weights
         said = {path for path, key in SPELLED.items() if key != "rollout_is" or block.get(key) is not None}
         for path in sorted(path for path in said if get_path(base, path) is not None):
@@ -193,6 +198,7 @@ def _build(given: str) -> MismatchConfig:
         criteria = base.get("rs", {}).get("criteria", ()), (own.get("rs") or {}).get("criteria") or ()
         if all(criteria):
             own = merge(own, {"rs": {"criteria": [*criteria[0], *criteria[1]]}})
+    base.pop("ppo", None)
     config = resolve(VERL, own, theirs, base=base)
     if bypass and config.changes_denominator and config.terms.rollout_kl_coef and config.terms.rollout_kl_on == "all":
         raise ValueError(
@@ -200,20 +206,6 @@ def _build(given: str) -> MismatchConfig:
             f"choose accepted, or denominator original."
         )
     return config
-
-
-def _validate_switches(name: str, block: Mapping[str, Any], theirs: MismatchConfig) -> None:
-    """Raise ValueError where verl's own keys are next to a preset, or its switches choose another algorithm."""
-    record = find_preset(name)
-    for key, default in CORRECTION.items():
-        if block.get(key, default) not in (default, None):
-            raise ValueError(f"{RC}.{key} {block[key]} is next to {BLOCK}.preset {name}: leave one of them out.")
-    bypass, reinforce = record.algorithm in (1, 3), record.algorithm == 3
-    if theirs.use_rollout_log_probs != bypass or (bypass and (theirs.algorithm == 3) != reinforce):
-        switches = " and ".join(f"{key}={text(value)}" for key, value in switches_of(record.algorithm).items())
-        raise ValueError(
-            f"preset {name} is algorithm {record.algorithm}, {ALGORITHM_NAMES[record.algorithm]}: set {switches}."
-        )
 
 
 def switches_of(algorithm: int) -> dict[str, Any]:
@@ -234,11 +226,9 @@ _UNTOUCHED = (
 
 
 def plan(host: Host, given: Given, script: Path | None) -> Plan:
-    """The run of main_ppo: overrides for verl's switches, our block, and the loss in the workers.
-
-    Without our flags, settings that are overrides on the line (our block, or `loss_mode=mismatch`) count.
-    Raises: ValueError where an override on the line says otherwise, or asks for what verl decides.
-    """
+    """The run of main_ppo: overrides for verl's switches, our block, and the loss in the workers. Without our flags,
+    settings that are overrides on the line (our block, or `loss_mode=mismatch`) count. Raises: ValueError where an
+    override on the line says otherwise, or asks for what verl decides."""
     overrides = read_overrides(given.host_argv)
     line = _tree(overrides, {}, script)
     mode = line["actor_rollout_ref"]["actor"]["policy_loss"].get("loss_mode")
