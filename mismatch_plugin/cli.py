@@ -54,7 +54,7 @@ def options(
     corrections do and which presets there are, judge a dump, a server or a
     run, compare the algorithms, and patch a host.
 
-    Exit status: 0 done, nothing wrong; 1 a fault was found, and nothing else;
+    Exit status: 0 done, nothing wrong; 1 a fault was found, or a gate failed;
     2 the input or an option cannot be used; 3 not decided; 4 stopped before
     the end: too little memory, stdout full or closed, or an error of ours;
     130 Ctrl-C.

@@ -113,14 +113,14 @@ def apply(patches: Sequence[Patch], root: Path, back: bool = False) -> list[str]
 
 # The command ----------------------------------------------------------------------------------------------------------
 
-Host = Annotated[str, typer.Option(help=f"{', '.join(dict.fromkeys(patch.host for patch in manifest()))}.")]
+HostName = Annotated[str, typer.Option(help=f"{', '.join(dict.fromkeys(patch.host for patch in manifest()))}.")]
 Root = Annotated[Path, typer.Option(help="Root of the host's checkout.", exists=True, file_okay=False)]
 Files = Annotated[list[str] | None, typer.Option("--file", help="Only this file of the host. May be repeated.")]
-Optional = Annotated[bool, typer.Option("--optional", help="The optional patches too (precision, speed).")]
+OptionalToo = Annotated[bool, typer.Option("--optional", help="The optional patches too (precision, speed).")]
 
 
 @app.command("check")
-def check_command(host: Host, root: Root) -> None:
+def check_command(host: HostName, root: Root) -> None:
     """Say for each patch, the optional ones too, what it is for and whether it is applied.
 
     Exits 1 where one that is not optional can neither be applied nor is.
@@ -135,13 +135,13 @@ def check_command(host: Host, root: Root) -> None:
 
 
 @app.command("apply")
-def apply_command(host: Host, root: Root, file: Files = None, optional: Optional = False) -> None:
+def apply_command(host: HostName, root: Root, file: Files = None, optional: OptionalToo = False) -> None:
     """Apply the patches of a host; what is applied already stays."""
     typer.echo("\n".join(apply(patches_of(host, file or (), optional), root)))
 
 
 @app.command("revert")
-def revert_command(host: Host, root: Root) -> None:
+def revert_command(host: HostName, root: Root) -> None:
     """Take the patches of a host back, the optional ones too."""
     # An optional file that was never patched must not stop the others.
     chosen = [p for p in patches_of(host, optional=True) if not p.optional or state_of(p, root) == APPLIED]

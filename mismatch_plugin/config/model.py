@@ -54,6 +54,8 @@ class MismatchConfig(Settings):
             except ValidationError as error:
                 raise plain_error(error, type(self)) from None
 
+        __init__.__pydantic_base_init__ = True  # pydantic goes on validating without it, with context and places
+
     def __eq__(self, other: object) -> bool:
         """Equal settings, however they were given."""
         return isinstance(other, MismatchConfig) and self.__dict__ == other.__dict__
@@ -79,10 +81,8 @@ class MismatchConfig(Settings):
         refused; elsewhere it is a MismatchWarning. None: whatever differs from its default. flags: those of them that
         errors are to name as flags. Raises: ValueError, one sentence a fault.
         """
-        config = cls.__new__(cls)
-        context = {"by_hand": by_hand, "typed": flags}
         try:
-            cls.__pydantic_validator__.validate_python(data, self_instance=config, context=context)
+            config = cls.model_validate(data, context={"by_hand": by_hand, "typed": flags})
         except ValidationError as error:
             raise plain_error(error, cls, flags) from None
         config._by_hand = None if by_hand is None else frozenset(by_hand)

@@ -96,6 +96,7 @@ def inspect(
     from mismatch_plugin.diagnose.run_sources import kind_of
     from mismatch_plugin.diagnose.runs import inspect_run
     from mismatch_plugin.hooks.hosts import host_name
+    from mismatch_plugin.report.log import SETTINGS
     from mismatch_plugin.report.table import printable
 
     try:
@@ -122,7 +123,7 @@ def inspect(
                 bar=bar,
             )
             raise typer.Exit(status)
-        if (path / "settings.json").exists():
+        if (path / SETTINGS).exists():
             raise InputError(f"{path} holds no step yet: a run writes its metrics there after its first step.")
         _refuse(context, {*context.params} - {"run"}, f"{path} is a dump")
         if not checkpoint and not reference_checkpoint and "OMP_NUM_THREADS" not in os.environ:

@@ -35,7 +35,7 @@ def own_settings(config: Path | None, preset: str | None, flags: str | None) -> 
     """
     given = {"--config": config, "--preset": preset, "--flags": flags}
     if len(named := [name for name, value in given.items() if value is not None]) > 1:
-        raise ValueError(f"{' and '.join(named)} all name your settings: give one of them.")
+        raise ValueError(f"{' and '.join(named)} name your settings: give one of them.")
     if config is not None:
         return MismatchConfig.from_file(config)
     if preset is not None:
@@ -138,17 +138,17 @@ def diagnose_files(
     given = [str(path), *([str(training)] if training else []), *(f"--url={url}" for url in urls)]
     command = encodable(shlex.join(["mismatch-plugin", "inspect", *given]))
     answer = None if level is None or copied else normality(level, replace(hints, stale=stale))
-    if any(item.counts for item in findings):
+    faults = dict.fromkeys(item.fault for item in findings if item.counts)
+    if faults:
         verdict: Verdict = "fault"
     elif answer is None or left is None or left.tokens < ENOUGH_TOKENS:
         verdict = "undecided"
     else:
         verdict = "normal" if answer[0] else "large"
-    headline, next_step = _words(verdict, batch, findings, level, copied, command)
     found = Diagnosis(
         verdict=verdict,
-        headline=headline,
-        next_step=next_step,
+        headline=_headline(verdict, batch, faults, level),
+        next_step=_next_step(verdict, batch, faults, level, copied, command),
         source=encodable(str(path)),
         format=format,
         host=host,
@@ -218,16 +218,10 @@ def _stale(batch: Batch) -> float:
     return float(max([0, *behind])) if behind or not pairs else float(max(numbers) - min(numbers))
 
 
-def _words(
-    verdict: Verdict, batch: Batch, findings: Sequence[Finding], level: Mismatch | None, copied: bool, command: str
-) -> tuple[str, str]:
-    """(the headline, what more would tell where something is open)."""
-    figures = f"{len(batch):,} samples, {batch.token_count:,} tokens"
-    if level is not None:
-        figures = f"{level} over {level.tokens:,} tokens"
-    equal = level is not None and level.abs_max == 0.0
-    faults = dict.fromkeys(item.fault for item in findings if item.counts)
-    said, step = figures, ""
+def _headline(verdict: Verdict, batch: Batch, faults: Collection[str], level: Mismatch | None) -> str:
+    """One sentence."""
+    counted = f"{len(batch):,} samples, {batch.token_count:,} tokens"
+    figures = f"{level} over {level.tokens:,} tokens" if level else counted
     if verdict == "fault":
         said = f"{', '.join(faults)}; {figures}"
     elif not batch.has_training:
@@ -235,29 +229,39 @@ def _words(
     elif level is None:
         said = f"no token of {figures} can be compared"
     elif verdict == "undecided":
-        said = f"{'both sides are equal to the last bit' if equal else 'too little can be compared'}; {figures}"
+        said = "both sides are equal to the last bit" if level.abs_max == 0.0 else "too little can be compared"
+        said += f"; {figures}"
+    else:
+        said = figures
+    return f"{VERDICTS[verdict]}: {said}."
+
+
+def _next_step(
+    verdict: Verdict, batch: Batch, faults: Collection[str], level: Mismatch | None, copied: bool, command: str
+) -> str:
+    """What more would tell, where something is open."""
     if not batch.has_training:
-        step = (
+        return (
             "There is no training side: add TRAINING, --checkpoint NOW or --url, or let the trainer dump its log-probs "
             "too (docs/inspect.md#what-is-read)."
         )
-    elif verdict == "undecided" and copied:
-        step = (
+    if verdict == "undecided" and copied:
+        return (
             "In bypass mode verl copies rollout_log_probs into old_log_probs: nothing was compared. Dump a step with "
             "algorithm.rollout_correction.bypass_mode=False, or add --checkpoint NOW."
         )
-    elif verdict == "undecided":
-        step = "Inspect a larger dump: several hundred tokens at least, better some ten thousand."
-    elif verdict == "normal" and equal:
-        step = (
+    if verdict == "undecided":
+        return "Inspect a larger dump: several hundred tokens at least, better some ten thousand."
+    if verdict == "normal" and level is not None and level.abs_max == 0.0:
+        return (
             "Both sides are equal to the last bit: aligned kernels work, or one list was given twice (rollout "
             "log-probs copied into old_log_probs)."
         )
-    elif (verdict == "large" or UNEXPLAINED in faults) and batch.now is not None and batch.start is not None:
-        step = "No cause was found: see where it sits on the page, and --accept what is meant."
-    elif verdict == "large" or UNEXPLAINED in faults:
-        step = (
-            "To find the cause (updates that did not arrive, a filter, a temperature), give the trainer's weights of "
-            f"now and of the run's start: {command} --checkpoint NOW --reference-checkpoint START"
-        )
-    return f"{VERDICTS[verdict]}: {said}.", step
+    if verdict != "large" and UNEXPLAINED not in faults:
+        return ""
+    if batch.now is not None and batch.start is not None:
+        return "No cause was found: see where it sits on the page, and --accept what is meant."
+    return (
+        "To find the cause (updates that did not arrive, a filter, a temperature), give the trainer's weights of now "
+        f"and of the run's start: {command} --checkpoint NOW --reference-checkpoint START"
+    )

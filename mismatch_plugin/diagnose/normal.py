@@ -227,7 +227,7 @@ token in some thousands can hold most of k3."""
 K3_SPREAD = 10.0
 """Assumed deviation of the tokens' k3 over its mean: √2 for Gaussian noise, more with tails."""
 GATE_SOURCE = (
-    f"default {DEFAULT_GATE_KL:g}: dense engines of one precision on one set of weights are below, fp8 with unlike "
+    "the default: dense engines of one precision on one set of weights are below, fp8 with unlike "
     "quantisation is above (8.7e-3, InternLM/xtuner#2044). slime's CI bounds the mean |Δ log p| by 0.1, which Gaussian "
     "noise reaches at k3 0.008"
 )

@@ -64,7 +64,7 @@ def _tables(diagnosis: Diagnosis) -> dict[str, Table]:
     ]
     bounds = [(level, compact(lower), compact(upper)) for level, (lower, upper) in diagnosis.bounds.items()]
     metrics = [(name, compact(v) if math.isfinite(v) else str(v)) for name, v in sorted(diagnosis.metrics.items())]
-    of_level = ("level", "lower bound", "upper bound")
+    of_level = ("level or criterion", "lower bound", "upper bound")
     every = {
         "sizes": Table("Figures", ("figure", "measured"), tuple(screen.size_rows(diagnosis))),
         "quantiles": Table("Quantiles of the tokens", ("share below", "log-ratio", "ratio"), tuple(quantiles)),

@@ -37,8 +37,6 @@ SMALLEST_LOG_RATIO = 1e-6
 """Bounds are at least so far from ρ = 1; those of a statistic at least its square from 0."""
 _FINENESS = 1e-3
 _ROUNDING = 1e-12
-_SLACK = 1e-9
-"""1 − 0.99 is a little less than 0.01."""
 BINS, _DRAWN = 90, 0.999
 """Of the histogram, which holds this share of the units between its ends."""
 
@@ -112,7 +110,7 @@ def bounds_for(packed: PackedSequences) -> dict[str, tuple[float, float]]:
 
 def _two_sided(values: Floats) -> tuple[float, float]:
     """Orders the values."""
-    lost = int(len(values) * (1.0 - KEPT) / 2 + _SLACK)
+    lost = int(len(values) * (1.0 - KEPT) / 2)
     places = [lost, len(values) - 1 - lost]
     values.partition(places)
     low, high = values[places].tolist()
@@ -129,7 +127,7 @@ def _outward(log_ratio: float, sign: int) -> float:
 
 def _above(values: Floats) -> float:
     """Orders the values."""
-    kept = len(values) - 1 - int(len(values) * (1.0 - KEPT) + _SLACK)
+    kept = len(values) - 1 - int(len(values) * (1.0 - KEPT))
     values.partition(kept)
     value = max(float(values[kept]), SMALLEST_LOG_RATIO**2) * (1.0 + _ROUNDING)
     return _short(value, value, 1) if value < 1e300 else math.inf
@@ -189,7 +187,7 @@ class Predictor:
 
     What training reports, too, is read from its statistics. π_θ is π_old in the first step.
     Under `rs.group` exclude and drop the advantages are those of the accepted responses. A dry run is predicted as if
-    it were none. groups: `packing.groups_of` these responses.
+    it were none. groups: `measure.groups_of` these responses.
     Raises InvalidLogProbError, ValueError as `correct`.
     """
 

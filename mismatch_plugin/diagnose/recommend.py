@@ -15,7 +15,7 @@ from mismatch_plugin.diagnose.measure import OLD_SHARE, Figures
 from mismatch_plugin.diagnose.normal import FAR_K3, SMALL_K3, UNEXPLAINED
 from mismatch_plugin.diagnose.predict import KEPT, Bounds
 from mismatch_plugin.diagnose.result import Prediction, Recommendation
-from mismatch_plugin.limits import MIN_EFFECTIVE_SAMPLE_SIZE
+from mismatch_plugin.limits import MIN_EFFECTIVE_SAMPLE_SIZE, MIN_MEAN_WEIGHT
 from mismatch_plugin.report.presets import quiet_preset
 from mismatch_plugin.report.table import figure
 
@@ -110,7 +110,7 @@ RULES = (
     ),
     Rule(
         name="one step",
-        run="one optimizer step a rollout batch, and the second forward pass is expensive",
+        run="one optimizer step a rollout batch, and the second forward pass is to be saved",
         preset="pg_is",
         reason="the pass is saved and the weights are made anew at every step; there is no trust region, so not with "
         "several mini-batches",
@@ -119,9 +119,9 @@ RULES = (
     ),
     Rule(
         name="bypass",
-        run="the second forward pass is expensive, small mismatch, rollouts in sync",
+        run=f"the second forward pass is to be saved, KL below {CLIPPED_KL:g}, rollouts in sync",
         preset="ppo_is_bypass",
-        reason="the pass is saved and the clip kept, which so small a mismatch hardly reaches; the first to break when "
+        reason="the pass is saved and the clip kept, which such a mismatch hardly reaches; the first to break when "
         "it grows (lost at two bits in the comparison)",
         also=lambda figures: figures.expensive_pass and not figures.stale,
         kl=(0.0, CLIPPED_KL),
@@ -277,7 +277,7 @@ def recommend(
         size = f"k3 {figure(figures.k3_kl, 2)} nats per token, longest response {figures.max_length:,.0f} tokens"
         predicted = (
             f"on your data: {found.kept:.1%} of the tokens kept, mean weight {figure(found.mean_weight)}, "
-            f"effective sample size {found.ess:.0%}"
+            f"effective sample size {found.ess:.1%}"
         )
         preset = preset_of(config)
         return Recommendation(
@@ -300,7 +300,8 @@ def _watch(figures: Figures, config: MismatchConfig, found: Prediction) -> Itera
     )
     if config.weighted:
         after = f"{PREFIX}rollout_is_weight_after_"
-        yield f"{after}mean near {found.mean_weight:.3g}; below 0.5 the step shrinks"
-        yield f"{after}{config.unit.ess}eff_sample_size near {found.ess:.2g}; below 0.3 few units lead"
+        yield f"{after}mean near {found.mean_weight:.3g}; below {MIN_MEAN_WEIGHT:g} the step shrinks"
+        bar = MIN_EFFECTIVE_SAMPLE_SIZE
+        yield f"{after}{config.unit.ess}eff_sample_size near {found.ess:.2g}; below {bar:g} few units lead"
     if config.rejects:
-        yield f"{PREFIX}accepted_token_fraction near {found.kept:.3g}; below 0.9 widen the bounds"
+        yield f"{PREFIX}accepted_token_fraction near {found.kept:.3g}; below {LEAST_KEPT:g} widen the bounds"

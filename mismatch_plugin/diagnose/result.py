@@ -223,9 +223,9 @@ class Diagnosis(Frozen):
     findings: those that count first, else in the order of cause and effect. mismatch: as the two sides were given;
     fixed: with what the findings explain undone, where that is possible and changes anything.
     metrics: as training reports them, for the user's settings; level: whose units they count.
-    normality: whether the gap is of a known size, in one sentence. bounds: level → (lower, upper) on the ratio that
-    keep 99 % of its units. histogram: for the page and not in the JSON. one_sided: there is no training side. host:
-    whose flags are shown first.
+    normality: whether the gap is of a known size, in one sentence. bounds: level or criterion → (lower, upper),
+    which keep 99 % of its units. histogram: for the page and not in the JSON. one_sided: there is no training
+    side. host: whose flags are shown first.
     """
 
     verdict: Verdict

@@ -166,7 +166,7 @@ def judge_run(source: Source, config: MismatchConfig | None) -> dict[str, Any]:
     said = f"{said} nats per token" if sizes else "neither KL nor the mean |log ratio| was recorded"
     no_growth = f"no growth of {' or '.join(SIZES[metric][0] for metric in sizes)} in {counted(len(rows))}"
     if len(rows) < MIN_STEPS:
-        no_growth = f"{counted(len(rows))} are too few to tell, it takes {MIN_STEPS}"
+        no_growth = f"too few steps to tell: {len(rows)}, and it takes {MIN_STEPS}"
     elif not sizes:
         no_growth = "not judged, since nothing that tells the size was recorded"
     empty = sum(bool(row.get(_NONE_LEFT)) for row in rows)
@@ -257,16 +257,19 @@ def inspect_run(
 ) -> int:
     """Judge a run by the metrics that it wrote, print and draw them. Returns the exit status.
 
-    own: the user's settings, in the place of those that the run wrote. run: as of `read_source`. pictures: the folder
+    own: the user's settings, where the run wrote none. run: as of `read_source`. pictures: the folder
     of the picture, None for none. bar: of the gate on k3_kl, None for no gate.
 
     Exit status: 0 sound; 1 where numbers are broken, all tokens share a shift (|KL| above 0.1 or a mean ratio outside
-    [0.5, 2] in any judged step), the mismatch has grown 100 times, the correction does not hold, a large mismatch is
-    not corrected, or the gate failed; 3 sound, but the gate or the size could not be decided.
+    [0.5, 2] in any judged step), the mismatch has grown 100 times (mean |log ratio|: 10), the correction does not
+    hold, a large mismatch is not corrected, or the gate failed; 3 sound, but the gate or the size could not be decided.
     Raises ValueError, OSError where there is nothing to judge.
     """
     source = read_source(path, run)
-    body = judge_run(source, own or _written(source.path))
+    written = _written(source.path)
+    if own is not None and written is not None and own != written:
+        raise ValueError(f"{source.path.parent} has the settings of its run, and those given are others: omit them.")
+    body = judge_run(source, written or own)
     verdict = gate(body["k3_kl"], body["tokens"] or _MANY, bar) if bar is not None else None
     passed = True if verdict is None else verdict.passed
     undecided = passed is None or body["verdict"] == "undecided"

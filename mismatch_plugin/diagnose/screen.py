@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -79,7 +80,8 @@ def sentence(text: str) -> str:
 
 def gate_words(gate: Gate) -> tuple[str, str]:
     """(whether it passed, the figures)."""
-    said = {True: "passed", False: "failed", None: "not decided, too few tokens or no k3"}[gate.passed]
+    why = "no k3" if math.isnan(gate.value) else "too few tokens"
+    said = {True: "passed", False: "failed", None: f"not decided, {why}"}[gate.passed]
     source = gate.source.partition(": ")[0]
     return said, f"k3 {figure(gate.value)} nats per token against a bar of {figure(gate.bar)} ({source})"
 
@@ -114,8 +116,9 @@ def chosen_predictions(diagnosis: Diagnosis) -> list[tuple[str, Prediction]]:
     advice, every = diagnosis.recommendation, diagnosis.predictions
     best = next((item for item in every if advice and item.setting == advice.setting), None)
     own = next((item for item in every if item.own), None)
-    marked = [("recommended" + ", yours" * (best is own), best)] if best else []
-    if own is not None and own is not best:
+    same = best is not None and own is not None and best.settings == own.settings
+    marked = [("recommended" + ", yours" * same, best)] if best else []
+    if own is not None and not same:
         marked.append(("yours", own))
     marked += [("", item) for item in every if item.setting == USUAL and item is not best]
     for item in sorted(every, key=lambda item: -item.kept * item.ess * (1.0 - min(item.bias, 1.0))):
@@ -231,7 +234,7 @@ def _advice(screen: _Screen, diagnosis: Diagnosis) -> None:
         screen.say(f"Watch in the first ten steps: {watched}.")
     rows: list[tuple[str, ...]] = []
     for mark, item in chosen_predictions(diagnosis):
-        sign = ">" if "recommended" in mark else "*" if mark else " "
+        sign = {"": " ", "yours": "*", "recommended": ">"}.get(mark, ">*")
         shares = map(share, (item.kept, item.ess))
         figures = (figure(item.mean_weight), times(item.noise), figure(item.bias, 2))
         rows.append((f"{sign} {item.setting}", *shares, *figures, "yes" if item.second_pass else NOTHING))

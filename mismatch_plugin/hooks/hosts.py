@@ -79,7 +79,6 @@ MILES = replace(
     starters=("miles.utils.external_utils.command_utils",),
     needs_patch=lambda config: "",
     dumps=("miles_train",),
-    metrics={},
 )
 
 
@@ -118,8 +117,8 @@ MEGATRON_LM = Host(
     reads=(("megatron.inference.utils", "add_inference_args"),),
 )
 
-_RC, _ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
-_BYPASS = f"{_RC}.bypass_mode"
+RC, ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
+_BYPASS = f"{RC}.bypass_mode"
 
 
 def _on_driver(config: MismatchConfig) -> bool:
@@ -134,17 +133,17 @@ VERL = Host(
     version="0.9.1",
     inside="verl/trainer",
     owns={
-        "ppo.": f"{_ACTOR}.clip_ratio_low, clip_ratio_high and clip_ratio_c",
-        "terms.entropy_coef": f"{_ACTOR}.entropy_coeff",
-        "terms.kl": f"{_ACTOR}.use_kl_loss, kl_loss_coef and kl_loss_type",
-        "aggregation": f"{_ACTOR}.loss_agg_mode",
-        "length_norm": f"{_ACTOR}.loss_scale_factor",
+        "ppo.": f"{ACTOR}.clip_ratio_low, clip_ratio_high and clip_ratio_c",
+        "terms.entropy_coef": f"{ACTOR}.entropy_coeff",
+        "terms.kl": f"{ACTOR}.use_kl_loss, kl_loss_coef and kl_loss_type",
+        "aggregation": f"{ACTOR}.loss_agg_mode",
+        "length_norm": f"{ACTOR}.loss_scale_factor",
     },
     shares={
-        "objective": f"{_ACTOR}.policy_loss.loss_mode",
+        "objective": f"{ACTOR}.policy_loss.loss_mode",
         "use_rollout_log_probs": _BYPASS,
-        **{path: f"{_RC}.{key}" for path, key in SPELLED.items()},
-        "use_tis": f"{_RC}.rollout_is (in bypass mode loss_type)",
+        **{path: f"{RC}.{key}" for path, key in SPELLED.items()},
+        "use_tis": f"{RC}.rollout_is (in bypass mode loss_type)",
     },
     lacks={
         "current_policy": Lack("its driver rejects before π_θ is there", "Choose auto.", _on_driver, _BYPASS),
@@ -163,7 +162,7 @@ VERL = Host(
     block="mismatch",
     denominator="verl's `loss_agg_mode`",
     launch="mismatch_plugin.hooks.verl.config",
-    door=f"set {_ACTOR}.policy_loss.loss_mode=mismatch and +{_ACTOR}.policy_loss.rollout_correction='${{{_RC}}}'",
+    door=f"set {ACTOR}.policy_loss.loss_mode=mismatch and +{ACTOR}.policy_loss.rollout_correction='${{{RC}}}'",
     paste="python -m mismatch_plugin.launch -m verl.trainer.main_ppo … {flags}",
     trainer="-m verl.trainer.main_ppo",
     reads=(("hydra", "main"), ("hydra", "compose")),

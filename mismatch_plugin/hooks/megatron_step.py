@@ -95,7 +95,7 @@ class MegatronStep:
         all of them. compare: whether ranks may meet here; False inside a schedule, whose stages do not come at once.
         Where no rollout was compared before (`prepare`), configurations are compared here, and what the micro-batches
         hold at the step's end.
-        Collectives, if `compare`: those of `ParallelGroups.agree` for that; one broadcast over a pipeline where batch
+        Collectives, if `compare`: those of `ParallelGroups.agree` for that; one object over a pipeline where batch
         normalisation meets other sources of gradient. Raises ValueError, then the same on every rank, where
         configurations differ; on the rank that writes, where the report folder is another run's.
         """

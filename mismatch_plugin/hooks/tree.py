@@ -63,6 +63,7 @@ def put(tree: dict[str, Any], name: str, value: Any) -> None:
     """Set a value at a dotted name, making the mappings on the way."""
     *parents, last = name.split(".")
     for parent in parents:
-        inner = tree.get(parent)
-        tree[parent] = tree = inner if isinstance(inner, dict) else {}
+        if not isinstance(tree.get(parent), dict):
+            tree[parent] = {}
+        tree = tree[parent]
     tree[last] = value

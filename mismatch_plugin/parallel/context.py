@@ -116,13 +116,14 @@ def select_tokens_of(
     index: Tensor,
     lengths: tuple[int, ...],
     chunk_lengths: tuple[tuple[int, ...], ...] | None = None,
+    turns: bool = True,
 ) -> PackedSequences:
     """The same sequences with the tokens at `index` only ([T'] int64, sequence by sequence), `lengths` of them each.
 
-    Turns stay those of the whole. chunk_lengths: of `PackedSequences`, for a part that context parallelism cuts.
+    chunk_lengths: of `PackedSequences`, for a part that context parallelism cuts. turns: they stay those of the whole;
+    without, they are lost, which costs fewer kernels.
     """
     tokens = packed.loss_mask.shape
-    unit_ids, unit_counts = packed.unit_numbers()
     taken: dict[str, Any] = {}
     for item in fields(packed):
         value = getattr(packed, item.name)
@@ -132,11 +133,12 @@ def select_tokens_of(
     # A defect is raised by the step on all ranks together, not here on the rank that happens to hold it.
     taken |= {
         "lengths": lengths,
-        "unit_ids": unit_ids.index_select(0, index),
-        "unit_counts": unit_counts,
         "chunk_lengths": chunk_lengths,
         "positions": packed.response_positions.index_select(0, index),
         "invalid": (),
         "padded_width": None,
     }
+    if turns:
+        unit_ids, unit_counts = packed.unit_numbers()
+        taken |= {"unit_ids": unit_ids.index_select(0, index), "unit_counts": unit_counts}
     return PackedSequences(**taken)

@@ -14,7 +14,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from inspect import signature
 from pathlib import Path
 from typing import Any, BinaryIO, SupportsFloat
 
@@ -145,7 +144,7 @@ def report_logged(config: MismatchConfig, own: Callable[..., Any], *args: Any, *
     """A host's logging function, own(metrics, step, …), and `report_step` where these are a training step's: others,
     such as a validation, hold none of our metrics. Next to ours a line has the host's numbers."""
     own(*args, **kwargs)
-    metrics, step = [*signature(own).bind(*args, **kwargs).arguments.values()][:2]
+    metrics, step = [*args, *(kwargs[name] for name in ("metrics", "data", "step") if name in kwargs)][:2]
     numbers = numbers_in(metrics)
     if any(name.startswith(PREFIX) for name in numbers):
         report_step(config, int(step), numbers)

@@ -54,7 +54,8 @@ class ServerInfo(BaseModel):
     def risks(self) -> list[str]:
         """Settings known to widen the mismatch, one sentence each with its fix."""
         rounds_head = self.dtype in ("bfloat16", "float16", "half") and not self.enable_fp32_lm_head
-        rounds_cache = self.kv_cache_dtype not in (None, "auto", self.dtype)
+        cache = {"bf16": "bfloat16"}.get(str(self.kv_cache_dtype), self.kv_cache_dtype)
+        rounds_cache = cache not in (None, "auto", self.dtype)
         preferred = f"preferred_sampling_params {self.preferred_sampling_params}"
         quantized = f"quantization {self.quantization}"
         speculative = f"speculative decoding {self.speculative_algorithm}"

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import ValidationError, create_model
 
 import mismatch_plugin as mp
 from mismatch_plugin.config import bound_warnings
@@ -216,8 +216,12 @@ def test_wrong_values_are_one_sentence_each(settings: dict[str, Any], sentence: 
     with pytest.raises(ValueError, match=re.escape(sentence)) as caught:
         mp.MismatchConfig.build({"use_tis": True, **settings})
     assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match=re.escape(sentence)):
+    with pytest.raises(ValueError, match=re.escape(sentence)) as caught:
         mp.MismatchConfig(**{"use_tis": True, **settings})
+    assert not isinstance(caught.value, ValidationError)
+    with pytest.raises(ValidationError, match="validation error") as nested:
+        create_model("Outer", mine=mp.MismatchConfig).model_validate({"mine": {"use_tis": True, **settings}})
+    assert all(error["loc"][0] == "mine" and len(error["loc"]) > 1 for error in nested.value.errors())
 
 
 def test_numbers_bounds_and_switches_as_people_write_them() -> None:

@@ -70,7 +70,7 @@ def test_a_fault_is_named_first_and_nothing_is_recommended(tmp_path: Path) -> No
     [
         (("--brief", "--out", "page"), "--brief contradict each other"),
         (("--host", "nemo"), "--host nemo is unknown"),
-        (("--preset", "token_is", "--flags", "--use-tis"), "--preset and --flags all name your settings"),
+        (("--preset", "token_is", "--flags", "--use-tis"), "--preset and --flags name your settings"),
         (("--flags", "--use-tis --lr 1"), "--lr is no flag of this package"),
         (("--flags", "--tis-upper-bound 2 --tis_upper_bound 3"), "contradicts --tis-upper-bound 2.0, give it once"),
         (("--url", "http://127.0.0.1:9"), "does not rescore"),

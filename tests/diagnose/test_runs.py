@@ -298,30 +298,16 @@ def test_a_run_is_gated(tmp_path: Path) -> None:
     sound = write_run(tmp_path / "run", [9e-4, *[6e-4] * 10])  # of which the last ten are judged
     few = write_run(tmp_path / "few", [6e-4] * 10, tokens=9.0)
     untold = write_run(tmp_path / "untold", [6e-4] * 10, tokens=None)  # by k3 alone
+    against = "k3 0.0006 nats per token against a bar of"
     for path, options, status, said in (
         (sound, (), 0, ""),
-        (
-            sound,
-            ("--gate",),
-            0,
-            "gate: passed: k3 0.0006 nats per token against a bar of 0.001 (default 0.001), over these",
-        ),
-        (
-            sound,
-            ("--gate-kl", "1e-4"),
-            1,
-            "gate: failed: k3 0.0006 nats per token against a bar of 0.0001 (given by hand), over these",
-        ),
-        (sound, ("--flags", "--mismatch-gate-kl 1e-4"), 1, "gate: failed"),
-        (few, ("--gate",), 3, "gate: not decided, too few tokens or no k3"),
+        (sound, ("--gate",), 0, f"gate: passed: {against} 0.001 (the default), over these steps."),
+        (sound, ("--gate-kl", "1e-4"), 1, f"gate: failed: {against} 0.0001 (given by hand)"),
+        (few, ("--gate",), 3, "gate: not decided, too few tokens"),
         (untold, ("--gate",), 0, "gate: passed"),
     ):
-        result = run(path, "--no-report", *options)
-        assert (
-            result.exit_code == status
-            and said in " ".join(result.output.split())
-            and ("gate:" in result.output) == bool(options)
-        )
+        result, shown = run(path, "--no-report", *options), text(path, "--no-report", *options)
+        assert result.exit_code == status and said in shown and ("gate:" in shown) == bool(options)
         gate = told(path, *options)["gate"]
         assert (gate and gate["passed"]) == ({0: True, 1: False, 3: None}[status] if options else None)
 
@@ -336,6 +322,7 @@ def test_settings_are_those_of_the_run_or_those_that_are_given(tmp_path: Path) -
     # A preset may hold a threshold that only sets a metric, which is refused where it is given by hand.
     write_step(tmp_path / "run", mp.preset("ppo_is_bypass", threshold=3.0), metrics(0.0))
     assert told(tmp_path / "run")["status"] == 0
+    assert "has the settings of its run, and those given are others" in text(tmp_path / "run", *TOKEN_IS, columns=200)
     # `compare` writes them into config.json, and the metrics below "metrics".
     (tmp_path / "lab").mkdir()
     line = {"step": 1, "reward": 0.5, "metrics": {KL: 0.05, WEIGHT: 1.0}, "seconds": {"train": 0.1}}
@@ -367,7 +354,7 @@ def test_a_flat_run_has_no_trend(memory: float, judge: Any) -> None:
         np.linspace(-8.0, -2.0, 19),  # too few
     ):
         assert judge(exp(quiet))["trends"] == []
-    assert judge([{KL: 7e-4}] * 19)["trend"] == "19 steps are too few to tell, it takes 20."
+    assert judge([{KL: 7e-4}] * 19)["trend"] == "too few steps to tell: 19, and it takes 20."
     assert judge([{KL: 7e-4, K3: 4e-4}] * 200)["trend"] == "no growth of k3_kl or |kl| in 200 steps."
 
 

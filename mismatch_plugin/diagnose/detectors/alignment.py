@@ -313,15 +313,15 @@ def find_replay(batch: Batch) -> Outcome:
     if not wrong:
         return [], batch
     own, *neighbours = np.mean([shares for _, shares in wrong], axis=0)
-    shifted = max(neighbours)
+    best = max(neighbours)
     evidence = (
         f"In {len(wrong)} of {len(compared)} samples with routes of both sides {own:.1%} of the experts agree, where "
         f"{REPLAYED:.1%} or more was expected. With the trainer's row one position "
-        f"{'earlier' if shifted == neighbours[0] else 'later'} {shifted:.1%} agree."
+        f"{'earlier' if best == neighbours[0] else 'later'} {best:.1%} agree."
     )
     about = {
         "of_samples": len(compared),
-        "statistics": {"agreement": float(own), "shifted": float(shifted)},
+        "statistics": {"agreement": float(own), "shifted": float(best)},
         "confidence": "certain",
     }
     samples = [sample for sample, _ in wrong]

@@ -16,7 +16,7 @@ from mismatch_plugin.data.arrays import Floats
 from mismatch_plugin.data.read import InputError
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.data.served import below_16_bits
+from mismatch_plugin.data.served import WIDE_CACHES
 from mismatch_plugin.data.versions import version_number
 from mismatch_plugin.diagnose.batch import Batch, logit_gap, make_batch, z_score
 from mismatch_plugin.diagnose.detectors.size import mismatch
@@ -304,8 +304,8 @@ def workers_of(url: str) -> list[str]:
         server = Server(url, timeout=ROUTER_TIMEOUT, connect_timeout=ROUTER_TIMEOUT)
         try:
             return (await server.call("GET", path)).json
-        except RequestError:
-            return None
+        except RequestError as error:
+            return error
         finally:
             await server.close()
 
@@ -314,6 +314,8 @@ def workers_of(url: str) -> list[str]:
             told = asyncio.run(ask(path))
         except ValueError as error:
             raise InputError(f"--url: {error}") from None
+        if isinstance(told, RequestError) and told.kind == "connection":
+            break
         told = told if isinstance(told, dict) else {}
         workers = [item.get("url") for item in told.get("workers") or [] if isinstance(item, dict)]
         urls = [item for item in told.get("urls") or workers if isinstance(item, str)]
@@ -350,7 +352,7 @@ def compare_servers(
         notes += [*risks, what + ("no token can be compared" if level is None else str(level))]
         gaps = [np.abs(logit_gap(one, one.rollout_log_probs, one.train_log_probs)) for one in batch]
         precision = "float32" if info.dtype in ("float32", "float") else "16 bits"  # where it tells nothing, too
-        if below_16_bits(info.quantization, info.kv_cache_dtype):
+        if info.quantization or info.kv_cache_dtype not in WIDE_CACHES:
             precision = "quantised"
         if np.isfinite(np.concatenate(gaps)).any():
             compared.append(Rescored(url, precision, batch, gaps, float(np.nanmedian(np.concatenate(gaps)))))

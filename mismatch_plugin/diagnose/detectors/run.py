@@ -23,7 +23,7 @@ ALONE = (
     "cloned_group", "eos_appended", "sign", "probabilities", "missing", "nan", "infinite", "positive",
     "floor", "length", "truncation", "mixed_versions", "bf16", "fp16", "rounded",
 )  # fmt: skip
-"""Those that show without a training side, too."""
+"""Those that statistics decide without a training side, too."""
 
 
 class Detector(NamedTuple):

@@ -9,7 +9,9 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
+import torch
 
+from mismatch_plugin.core import rejection
 from mismatch_plugin.data.arrays import Bools, Floats
 from mismatch_plugin.data.versions import version_number
 from mismatch_plugin.diagnose.batch import CLIP, Batch, Outcome, Tokens, ordinary, rank_correlation, telling
@@ -66,9 +68,8 @@ NEXT_FIX = (
 
 
 def k3(gap: Floats) -> Floats:
-    """e^d − 1 − d, d clamped to ±20."""
-    clamped = np.clip(gap, -SAFETY_BOUND, SAFETY_BOUND)
-    return np.expm1(clamped) - clamped
+    """[T] of each token."""
+    return rejection.k3(torch.from_numpy(gap)).numpy()
 
 
 def mismatch(batch: Batch) -> Mismatch | None:

@@ -239,8 +239,7 @@ def _growing(batch: Batch) -> list[Finding]:
 
 
 def find_versions(batch: Batch) -> Outcome:
-    """By the labels of tokens that train. Staleness is counted in steps of the number at the end of a version's name;
-    SGLang's own `default` is 0."""
+    """By the labels of tokens that train. Staleness counts the numbers at the end of their names."""
     labelled = [(sample, versions) for sample in batch if (versions := _by_version(sample))]
     return [*_initial(batch, labelled), *_mixed(batch, labelled), *_stale(batch, labelled)], batch
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.core.loss import PolicyLoss
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.hooks.megatron_core.batch import MegatronBatch, Sample, make_batch
@@ -89,27 +90,7 @@ class MegatronLoss:
             )
         if config.fused_head:
             validate_fused_head(model_config, self.mtp_layers, self.backend)
-        Step(config, ParallelGroups())  # refuses a scope that no loop of micro-batches can give
-        if config.rs.group != "keep":
-            raise ValueError(
-                f"--rs-group {config.rs.group} cannot be had in the megatron-core hook, whose batches bring "
-                f"advantages: form them by mismatch_plugin.group_advantages, and leave it out."
-            )
-        if "MTP" in self.extra_losses and not self.per_token:
-            raise ValueError(
-                "without calculate_per_token_loss megatron divides the MTP loss by each micro-batch's own trained "
-                "tokens, which may be none: switch calculate_per_token_loss on, or MTP off."
-            )
-        others = config.other_terms + self.extra_losses
-        if config.normalizes_step and config.use_rollout_log_probs and others:
-            raise ValueError(deferred_with(others))
-        if config.changes_denominator and not config.keep_known_before_step and (others or not self.per_token):
-            reason = "; ".join(others) if others else "calculate_per_token_loss is off"
-            who = f"algorithm {config.algorithm}" if config.use_rollout_log_probs else "--rs-policy current"
-            raise ValueError(
-                f"{who} knows its accepted tokens only after the step, and they are needed before it ({reason}): "
-                f"choose --mismatch-denominator original."
-            )
+        _refuse(config, self.per_token, self.extra_losses)
         tp_size = 1 if groups.tp is None else groups.tp.size()
         # The router multiplies by the tokens of one rank, whose losses are summed over CP and, split, over TP.
         self._fed_share = (1.0 / tp_size if self.extra_losses != ["MTP"] else 1.0) if groups.cp_rank == 0 else 0.0
@@ -136,7 +117,7 @@ class MegatronLoss:
 
         On every rank of every pipeline stage; off the last one only their number and their kind count.
         Collectives: those of `ParallelGroups.agree`. If `needs_totals`, then those of `Step.prepare` on the last
-        pipeline stage, and with a pipeline one broadcast, for a refusal that depends on the data to be raised on all
+        pipeline stage, and with a pipeline one of an object, for a refusal that depends on the data to be raised on all
         ranks together. Host syncs: one each; none in the micro-batches.
         Raises ValueError, the same on every rank, where ranks differ in configuration, fields of the data or numbers of
         micro-batches and sequences, naming them, and where a rank has no micro-batch.
@@ -221,25 +202,13 @@ class MegatronLoss:
         (loss, metrics) scaled for megatron's mean over micro-batches and ranks. Exact for any split either way.
         """
         result = self._started().loss(log_probs, _packed(batch))
-        totals, loss, count = self._started().totals, result.loss_sum, result.denominator
-        terms = sum(result.terms.values()) if result.terms else None
-        if totals is not None:
-            # megatron divides by `unit`: what is to be divided by something else is multiplied by unit / that.
-            accepted = totals.accepted if self.config.changes_denominator else None
-            divisor = totals.original if accepted is None else accepted
-            if not self.per_token:
-                unit = torch.full_like(divisor, float(self.micro_batches * self.groups.dp_size))
-            elif self.extra_losses:
-                unit = totals.fed
-            else:
-                unit = divisor.clamp(min=1)  # with nothing accepted megatron divides by nothing, and terms still count
-            loss = loss * (unit / divisor.clamp(min=1))
-            terms = None if terms is None else terms * (unit / totals.original.clamp(min=1))
-        loss = loss if terms is None else loss + terms
+        loss, count = self._scaled(result), result.denominator
         report = {"policy_loss": result.loss_sum.detach().clone(), "denominator": count.clone()}
         if not self.per_token:
             return loss, report
-        return loss, torch.full_like(count, self._fed_tokens(batch)) if self.extra_losses else count, report
+        if self.extra_losses:
+            count = torch.full_like(count, self._fed_tokens(batch))
+        return loss, count, report
 
     def _started(self) -> Step:
         if self.step is None:
@@ -254,6 +223,24 @@ class MegatronLoss:
                 "PackedSequences."
             )
         return int(batch.tokens.numel() * self._fed_share)
+
+    def _scaled(self, result: PolicyLoss) -> Tensor:
+        """The micro-batch's loss, for what megatron divides gradients by."""
+        totals = self._started().totals
+        terms = sum(result.terms.values()) if result.terms else None
+        if totals is None:
+            return result.loss_sum if terms is None else result.loss_sum + terms
+        # megatron divides by `unit`: what is to be divided by something else is multiplied by unit / that.
+        accepted = totals.accepted if self.config.changes_denominator else None
+        divisor = totals.original if accepted is None else accepted
+        if not self.per_token:
+            unit = torch.full_like(divisor, float(self.micro_batches * self.groups.dp_size))
+        elif self.extra_losses:
+            unit = totals.fed
+        else:
+            unit = divisor.clamp(min=1)  # with nothing accepted megatron divides by nothing, and the terms still count
+        loss = result.loss_sum * (unit / divisor.clamp(min=1))
+        return loss if terms is None else loss + terms * (unit / totals.original.clamp(min=1))
 
     def finalize_model_grads(self, model: list[Any], *args: Any, **kwargs: Any) -> Any:
         """megatron's finalize_model_grads, then `end_step`: errors on all ranks, the deferred weight mean."""
@@ -282,6 +269,31 @@ class MegatronLoss:
         if self.config.report_dir is not None and self.writes:
             log_step(self.config.report_dir, self.config, metrics)
         return metrics
+
+
+def _refuse(config: MismatchConfig, per_token: bool, extra: list[str]) -> None:
+    """Settings that this loop cannot make exact."""
+    Step(config, ParallelGroups())  # refuses a scope that no loop of micro-batches can give
+    if config.rs.group != "keep":
+        raise ValueError(
+            f"--rs-group {config.rs.group} cannot be had in the megatron-core hook, whose batches bring advantages: "
+            f"form them by mismatch_plugin.group_advantages, and leave it out."
+        )
+    if "MTP" in extra and not per_token:
+        raise ValueError(
+            "without calculate_per_token_loss megatron divides the MTP loss by each micro-batch's own trained tokens, "
+            "which may be none: switch calculate_per_token_loss on, or MTP off."
+        )
+    others = config.other_terms + extra
+    if config.normalizes_step and config.use_rollout_log_probs and others:
+        raise ValueError(deferred_with(others))
+    if config.changes_denominator and not config.keep_known_before_step and (others or not per_token):
+        reason = "; ".join(others) if others else "calculate_per_token_loss is off"
+        who = f"algorithm {config.algorithm}" if config.use_rollout_log_probs else "--rs-policy current"
+        raise ValueError(
+            f"{who} knows its accepted tokens only after the step, and they are needed before it ({reason}): choose "
+            f"--mismatch-denominator original."
+        )
 
 
 def _packed(batch: MegatronBatch | PackedSequences) -> PackedSequences:

@@ -87,9 +87,8 @@ def validate_fused_head(model_config: Any, mtp_layers: int, backend: str) -> Non
         ),
         **{f"{name} changes the logits after the head": getattr(model_config, name, None) for name in _SOFT_CAPS},
     }
-    for reason, there in reasons.items():
-        if there:
-            raise ValueError(f"{FLAG} cannot be exact here ({reason}): leave it out.")
+    if reason := next((reason for reason, there in reasons.items() if there), ""):
+        raise ValueError(f"{FLAG} cannot be exact here ({reason}): leave it out.")
 
 
 @contextmanager

@@ -55,7 +55,7 @@ def policy_loss(
 
     All [B, S] padded; log_probs carries gradient. Advantages arrive divided by the mini-batch's tokens or sequences
     (`loss_reduction`), so the plain sum is the mini-batch's mean. config: SkyRL's, read by `register` already.
-    Collectives: none. Host syncs: one, for the metrics, as in SkyRL's own losses.
+    Collectives: none. Host syncs: one for the metrics, as in SkyRL's own losses, and one for a clip.
     Raises: ValueError where rollout log-probs are missing; InvalidLogProbError; GateError.
     """
     if rollout_logprobs is None and mismatch.needs_rollout_log_probs:

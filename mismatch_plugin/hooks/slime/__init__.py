@@ -111,7 +111,7 @@ class SlimeAdapter(RayAdapter):
         if config.metrics != "off":
             self.run.rollout_metrics.update(group_means.group_metrics(rewards, ids, accepted, least))
         advantages = group_means.group_advantages(rewards, ids, accepted, scaled, min_accepted=least)[at].tolist()
-        data["advantages"] = [torch.full_like(like, own) for like, own in zip(data["kl"], advantages, strict=True)]
+        data["advantages"] = [torch.full_like(like, value) for like, value in zip(data["kl"], advantages, strict=True)]
         data["returns"] = list(data["advantages"])
 
     def log(self, args: Namespace, metrics: dict[str, float]) -> None:

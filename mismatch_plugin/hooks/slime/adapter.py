@@ -51,7 +51,7 @@ from mismatch_plugin.parallel.groups import ParallelGroups
 
 
 def pack_local(
-    args: Namespace, batch: Mapping[str, Any], groups: ParallelGroups, **tokens: Sequence[Tensor] | None
+    args: Namespace, batch: Mapping[str, Any], groups: ParallelGroups, turns: bool = True, **tokens: Any
 ) -> PackedSequences:
     """This rank's tokens of a micro-batch. No collective, no host sync on what the samples hold.
 
@@ -59,6 +59,7 @@ def pack_local(
     the response the tokens whose *predicting* position lies in them; maybe none.
     batch: loss_masks ([response] a sample, whole on every rank; anything but 0 trains), total_lengths,
         response_lengths, and under `--qkv-format bshd` (miles) max_seq_lens, which the chunks are cut from.
+    turns: of the whole sequences, under context parallelism.
     tokens: per-token fields of `PackedSequences`, [this rank's tokens] a sample; None or [] leaves one out. All are
         detached but the entropy, whose gradient is the bonus.
     Raises ValueError where a field does not cover this rank's tokens of a sample.
@@ -84,7 +85,7 @@ def pack_local(
             start += response
         lengths = tuple(map(len, held))
         index = torch.cat(held).to(packed.loss_mask.device)
-        packed = select_tokens_of(packed, index, lengths, chunk_lengths(torch.cat(chunks), 2 * size, packed))
+        packed = select_tokens_of(packed, index, lengths, chunk_lengths(torch.cat(chunks), 2 * size, packed), turns)
     fields: dict[str, Any] = {}
     for name, values in tokens.items():
         for sample, (value, length) in enumerate(zip(values or (), packed.lengths, strict=bool(values))):
@@ -152,6 +153,7 @@ class Versions:
         masks = rollout_data["loss_masks"]
         told = rollout_data.pop(_KEY, None) if self.host == "slime" else rollout_data.get(_KEY)
         names = rollout_data.get("sample_indices") or range(len(masks))
+        rows = [*zip(names, masks, told or [()] * len(masks), strict=True)]
         self.trainer, self.failure, self._held = trainer, "", {}
         try:
             if trainer is None:
@@ -159,7 +161,7 @@ class Versions:
                     f"--rs-max-staleness counts back from the number of the last weight update, and {self.host}'s "
                     f"training process has none: leave it out."
                 )
-            for name, mask, versions in zip(names, masks, told or [()] * len(masks), strict=True):
+            for name, mask, versions in rows:
                 self._held[id(mask)] = mask, self._oldest(name, mask, versions, trainer)
         except ValueError as error:
             self.failure = str(error)
@@ -357,8 +359,9 @@ class RayAdapter(ABC):
         return loss, {"loss": loss.detach().clone(), "pg_loss": pg_loss.detach().clone(), **report}
 
     def _pack(self, args: Namespace, batch: Mapping[str, Any], fields: Mapping[str, Any]) -> PackedSequences:
-        packed = pack_local(args, batch, self.groups, **fields)
-        return self.versions.on(packed, self.config(args), batch["loss_masks"])
+        config = self.config(args)
+        packed = pack_local(args, batch, self.groups, "unit_ids" in config.unit.needs, **fields)
+        return self.versions.on(packed, config, batch["loss_masks"])
 
     def rollout_data_postprocess(self, args: Namespace, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
         """Before a rollout's steps, on every rank: checks the data, and knows mean weights that algorithm 2 divides by.

@@ -272,7 +272,7 @@ def validate_groups(args: Namespace, config: MismatchConfig, host: str) -> None:
         flag(REWARDS): value(args, REWARDS),
         "--disable-compute-advantages-and-returns": not getattr(args, "compute_advantages_and_returns", True),
     }
-    for other in (other for other, there in instead.items() if there):
+    if other := next((other for other, there in instead.items() if there), ""):
         raise ValueError(
             f"{given} takes the place of slime's advantages within a group (--advantage-estimator "
             f"{', '.join(_ESTIMATORS)}), and {other} makes others: leave one of the two out."
@@ -404,6 +404,7 @@ def plan(host: Host, given: Given, script: Path | None) -> Plan:
             raise ValueError(f"{_CONFIG_PATH} holds a {type(file).__name__}, not a mapping of arguments.")
     elif path is not None:
         file = read_mapping(path)
+    file = {str(name): given for name, given in file.items()}
     validate_setting_names(file)
     vars(args).update(file)
     flags = set(destinations()) - ARGUMENTS.keys()

@@ -84,15 +84,14 @@ class WeightUpdates:
         transport = getattr(args, "update_weight_transport", None), getattr(args, "update_weight_transfer_mode", None)
         delta = "disk-delta" in transport or getattr(args, "update_weight_mode", None) == "delta"
         quantization = getattr(args, "sglang_quantization", None)
+        known = found and all(map(hasattr, found, found.values()))
         reasons = {
-            f"this {self.host} sends them otherwise than the tested one.": not (
-                found and all(map(hasattr, found, found.values()))
-            ),
+            f"this {self.host} sends them otherwise than the tested one.": not known,
             "they go through files.": delta or "disk" in transport,
             f"the servers quantise what they load (--sglang-quantization {quantization}).": quantization is not None,
             "adapters are sent, not the weights that they are added to.": getattr(args, "lora_rank", 0),
         }
-        for reason in (reason for reason, there in reasons.items() if there):
+        if reason := next((reason for reason, there in reasons.items() if there), ""):
             self._mode = "off"
             if getattr(args, "rank", 0) == 0:
                 logger.info("weight updates are not verified: %s", reason)

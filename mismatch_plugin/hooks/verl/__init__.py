@@ -73,7 +73,7 @@ def mismatch_loss(
 
 
 def register() -> None:
-    """Register the loss and wrap what of verl reads a configuration. Idempotent.
+    """Register the loss and wrap what of verl reads a configuration or logs a step. Idempotent.
 
     Wrapped: the loss `bypass_mode`, `compute_rollout_correction_and_add_to_batch`, `validate_config` and `Tracking`;
     each does what verl's own does unless the configuration asks for this package.
@@ -88,7 +88,9 @@ def register() -> None:
         "verl.trainer.ppo.rollout_corr_helper", "compute_rollout_correction_and_add_to_batch", _rollout_correction
     )
     wrap_once("verl.utils.config", "validate_config", _validate_config)
-    wrap_once(import_module("verl.utils.tracking").Tracking, "__init__", begin_tracking)
+    tracking = import_module("verl.utils.tracking").Tracking
+    wrap_once(tracking, "__init__", begin_tracking)
+    wrap_once(tracking, "log", log_step)
 
 
 def _bypass_mode(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -267,13 +269,18 @@ def compute_advantage(own: Callable[..., Any], data: Any, adv_estimator: Any, *a
 
 
 def begin_tracking(own: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """verl's `Tracking.__init__`, after which each training step that it logs is a line of our report, too.
-
-    In bypass mode our metrics are verl's mean over micro-batches. verl's other trainers (SFT) have another tree.
-    """
+    """verl's `Tracking.__init__`, which keeps our settings. verl's other trainers (SFT) have another tree."""
     own(self, *args, **kwargs)
     tree = kwargs["config"] if "config" in kwargs else args[3] if len(args) > 3 else None
     ours = isinstance(tree, Mapping) and {"algorithm", "actor_rollout_ref"} <= {*tree}
-    config = check_tree(tree) if ours else None
-    if config is not None and config.report_dir is not None:
-        wrap_once(self, "log", partial(report_logged, config))
+    self.mismatch_settings = check_tree(tree) if ours else None
+
+
+def log_step(own: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """verl's `Tracking.log`, and a line of our report where this is a training step. In bypass mode our metrics are
+    verl's mean over micro-batches."""
+    config = self.mismatch_settings
+    if config is None or config.report_dir is None:
+        own(self, *args, **kwargs)
+    else:
+        report_logged(config, partial(own, self), *args, **kwargs)

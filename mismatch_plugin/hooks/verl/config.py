@@ -32,11 +32,10 @@ from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.values import get_path, ignore_mismatch_warnings, merge
 from mismatch_plugin.data.sampling import filter_bias
 from mismatch_plugin.hooks.base import Given, Host, Plan, block_lines, resolve
-from mismatch_plugin.hooks.hosts import VERL
+from mismatch_plugin.hooks.hosts import ACTOR, RC, VERL
 from mismatch_plugin.hooks.tree import BLOCK, plain, put, read_overrides, take_block, text
 
 LOSS_NAME = "mismatch"
-RC, ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 LOG_PROBS = f"{ROLLOUT}.calculate_log_probs"
 REFERENCE_LINE = f"+{ACTOR}.policy_loss.rollout_correction='${{{RC}}}'"
@@ -167,6 +166,7 @@ def describe(config: MismatchConfig, tree: Any) -> list[str]:
 
 @lru_cache(maxsize=16)
 def _build(given: str) -> MismatchConfig:
+    """verl's keys and our block as one. Raises ValueError where they contradict each other. given: both as JSON."""
     block, actor = json.loads(given)
     own, name = take_block(block, RC)
     with ignore_mismatch_warnings():  # the merged configuration says what has no effect
@@ -180,17 +180,8 @@ def _build(given: str) -> MismatchConfig:
     if not read.use_tis or not bypass:  # REINFORCE has no clip
         theirs["ppo"] = verl_clip(actor, own.get("objective") or base.get("objective", "ppo"))
     if name is not None:
-        record = find_preset(name)
-        for key, default in CORRECTION.items():
-            if block.get(key, default) not in (default, None):
-                raise ValueError(f"{RC}.{key} {block[key]} is next to {BLOCK}.preset {name}: leave one of them out.")
-        # Without bypass_mode verl's switches say nothing of weights.
-        if bypass != (record.algorithm in (1, 3)) or (bypass and read.algorithm != record.algorithm):
-            switches = " and ".join(f"{key}={text(value)}" for key, value in switches_of(record.algorithm).items())
-            raise ValueError(
-                f"preset {name} is algorithm {record.algorithm}, {ALGORITHM_NAMES[record.algorithm]}: set {switches}."
-            )
-        base = record.settings()
+        _validate_switches(name, block, read)
+        base = find_preset(name).settings()
     else:  # rollout_is null names no level, and asks for no weights
         said = {path for path, key in SPELLED.items() if key != "rollout_is" or block.get(key) is not None}
         for path in sorted(path for path in said if get_path(base, path) is not None):
@@ -206,6 +197,18 @@ def _build(given: str) -> MismatchConfig:
             f"choose accepted, or denominator original."
         )
     return config
+
+
+def _validate_switches(name: str, block: Mapping[str, Any], theirs: MismatchConfig) -> None:
+    """Raise ValueError where verl's own keys are next to a preset, or its switches choose another algorithm."""
+    for key, default in CORRECTION.items():
+        if block.get(key, default) not in (default, None):
+            raise ValueError(f"{RC}.{key} {block[key]} is next to {BLOCK}.preset {name}: leave one of them out.")
+    meant, bypass = find_preset(name).algorithm, theirs.use_rollout_log_probs
+    # Without bypass_mode verl's switches say nothing of weights.
+    if bypass != (meant in (1, 3)) or (bypass and theirs.algorithm != meant):
+        switches = " and ".join(f"{key}={text(value)}" for key, value in switches_of(meant).items())
+        raise ValueError(f"preset {name} is algorithm {meant}, {ALGORITHM_NAMES[meant]}: set {switches}.")
 
 
 def switches_of(algorithm: int) -> dict[str, Any]:

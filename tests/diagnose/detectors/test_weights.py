@@ -283,7 +283,7 @@ LARGE = ("K and V", "RoPE", "LoRA", "--checkpoint NOW --reference-checkpoint STA
         (of_logits(0.03), (), None, ()),
         (of_logits(0.09), (), QUANTISED, ()),
         (of_logits(0.25), ("--engine", "fp8"), QUANTISED, ()),
-        (of_logits(0.25, served=Served(**IN_BF16, kv_cache_dtype="fp8_e4m3")), (), QUANTISED, ()),
+        (of_logits(0.25, served=Served(**IN_BF16, kv_cache_dtype="float8_e4m3fn")), (), QUANTISED, ()),
         (of_logits(0.25, served=Served(**IN_BF16, kv_cache_dtype="bf16")), (), UNEXPLAINED, ()),
         (of_logits(0.25), (), UNEXPLAINED, LARGE),
         (of_logits(0.8), (), UNEXPLAINED,
