@@ -20,6 +20,7 @@ from mismatch_plugin.hooks.verl import (
     begin_tracking,
     compute_advantage,
     correct_rollout_batch,
+    log_step,
     pack_trained,
     settings,
 )
@@ -221,6 +222,7 @@ class Tracking:
 
 
 wrap_once(Tracking, "__init__", begin_tracking)
+wrap_once(Tracking, "log", log_step)
 
 
 def test_a_report_folder_gets_each_step_that_verl_logs(tmp_path: Path) -> None:
