@@ -265,7 +265,9 @@ def find_shift(batch: Batch) -> Outcome:
     if count < MIN_POOLED:
         return [too_few(f"{count}, {MIN_POOLED} needed", "shift_by_one", "boundary")], batch
     some = slice(None, None, max(1, len(candidates) // MAX_SWAP_SAMPLES))
-    together = _best_lag(candidates[some], minimum=MIN_POOLED)
+    pooled = candidates[some]
+    quarter = sum(told(distances(sample)) for sample in pooled) // 4  # a lag that leaves few tokens fits by chance
+    together = _best_lag(pooled, minimum=max(MIN_POOLED, quarter))
     alone = [_best_lag([sample]) for sample in candidates]
     usual = [lag for lag, _ in Counter(best[0] for best in alone if best).most_common(1)]
     lagged: list[tuple[Sample, int, Comparison]] = []
