@@ -70,8 +70,13 @@ class LastUpdate(Told):
     """Share, by values, of some hundred elements of each matrix of each rank (of a pipeline, of its first stage)."""
 
 
-WIDE_CACHES = (None, "auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16", "half")
+_WIDE_CACHES = (None, "auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16", "half")
 """SGLang's names, as arguments and as dtypes, of KV caches that are not quantised."""
+
+
+def below_16_bits(quantization: str | None, kv_cache_dtype: str | None) -> bool:
+    """Whether a server quantises its weights or its KV cache."""
+    return bool(quantization) or kv_cache_dtype not in _WIDE_CACHES
 
 
 class Served(Told):

@@ -13,7 +13,7 @@ import numpy as np
 
 from mismatch_plugin.data.arrays import Bools, Floats, Ints
 from mismatch_plugin.data.sample import LogProbSide, Sample
-from mismatch_plugin.data.served import WIDE_CACHES
+from mismatch_plugin.data.served import below_16_bits
 from mismatch_plugin.diagnose.result import FaultName, Finding, Item, Side, place_of
 from mismatch_plugin.diagnose.scorers import Checkpoint
 
@@ -99,7 +99,7 @@ class Batch:
     @property
     def quantised(self) -> bool | None:
         """Whether a side has weights or a KV cache below 16 bits, by its user or all servers; None where untold."""
-        told = [bool(s.quantization) or s.kv_cache_dtype not in WIDE_CACHES for one in self if (s := one.served)]
+        told = [below_16_bits(s.quantization, s.kv_cache_dtype) for one in self if (s := one.served)]
         return True if self.known_quantised or any(told) else None if len(told) < len(self) else False
 
     def tokens_of(self, samples: Sequence[Sample]) -> Tokens:

@@ -286,8 +286,8 @@ def step_loss(results: Iterable[PolicyLoss] | PolicyLoss, group: dist.ProcessGro
     """
     groups = ParallelGroups(dp=group, dp_cp=group)
     results = [results] if isinstance(results, PolicyLoss) else [*(results or ())]
-    for wrong in {type(result).__name__ for result in results} - {"PolicyLoss"}:
-        raise TypeError(f"results holds a {wrong}: pass what policy_loss returned, not its .loss.")
+    if wrong := [type(result).__name__ for result in results if not isinstance(result, PolicyLoss)]:
+        raise TypeError(f"results holds a {wrong[0]}: pass what policy_loss returned, not its .loss.")
     if not results:
         groups.agree(StepKind(failure=NO_MICRO_BATCH), stages=False)  # raises, on the other ranks as well
     config = results[0].statistics.config

@@ -22,8 +22,8 @@ MAX_LAG = 8
 LAGS = [lag for size in range(1, MAX_LAG + 1) for lag in (size, -size)]
 FACTOR, STANDARD_ERRORS, MIN_GAIN_NATS = 0.5, 4.0, 0.1
 """Another pairing must leave less than that share of the gap, by so many standard errors and so many nats."""
-MIN_TOKENS, MIN_POOLED = 10, 40
-"""To judge one sample alone, and all samples together."""
+MIN_TOKENS, MIN_POOLED, FAIR_SHARE = 10, 40, 0.25
+"""To judge one sample alone, and all samples together: there a lag that leaves few of the tokens fits by chance."""
 MAX_SWAP_SAMPLES, MAX_SWAP_TOKENS = 512, 256
 MAJORITY = 0.5
 """Of the samples that can be judged; what holds for them is then taken to hold for those that are too short."""
@@ -60,10 +60,12 @@ def _clear(found: Comparison, minimum: int, standard_errors: float = STANDARD_ER
 
 
 def _best_lag(
-    samples: Sequence[Sample], lags: Collection[int] = LAGS, minimum: int = MIN_TOKENS
+    samples: Sequence[Sample], lags: Collection[int] = LAGS, minimum: int = MIN_TOKENS, share: float = 0.0
 ) -> tuple[int, Comparison] | None:
-    """The k with rollout[t] far closer to training[t + k] than to training[t]. minimum: tokens that both can judge."""
+    """The k with rollout[t] far closer to training[t + k] than to training[t]. minimum, share: tokens that both can
+    judge, and of those that can be judged unmoved."""
     own = np.concatenate([distances(sample) for sample in samples])
+    minimum = max(minimum, int(share * told(own)))
     if average(own) < MIN_GAIN_NATS:
         return None
     whole_prompt = _surplus(samples[0])  # in front of the response: likelier than any other lag
@@ -265,9 +267,7 @@ def find_shift(batch: Batch) -> Outcome:
     if count < MIN_POOLED:
         return [too_few(f"{count}, {MIN_POOLED} needed", "shift_by_one", "boundary")], batch
     some = slice(None, None, max(1, len(candidates) // MAX_SWAP_SAMPLES))
-    pooled = candidates[some]
-    quarter = sum(told(distances(sample)) for sample in pooled) // 4  # a lag that leaves few tokens fits by chance
-    together = _best_lag(pooled, minimum=max(MIN_POOLED, quarter))
+    together = _best_lag(candidates[some], minimum=MIN_POOLED, share=FAIR_SHARE)
     alone = [_best_lag([sample]) for sample in candidates]
     usual = [lag for lag, _ in Counter(best[0] for best in alone if best).most_common(1)]
     lagged: list[tuple[Sample, int, Comparison]] = []

@@ -7,7 +7,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from mismatch_plugin.data.arrays import Floats
 from mismatch_plugin.data.read import InputError
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.data.served import WIDE_CACHES
+from mismatch_plugin.data.served import below_16_bits
 from mismatch_plugin.data.versions import version_number
 from mismatch_plugin.diagnose.batch import Batch, logit_gap, make_batch, z_score
 from mismatch_plugin.diagnose.detectors.size import mismatch
@@ -300,28 +300,29 @@ def workers_of(url: str) -> list[str]:
     that routes to data-parallel ranks; else the URL itself."""
     from mismatch_plugin.sglang.http import RequestError, Server
 
-    async def ask(path: str) -> Any:
+    async def ask() -> list[str]:
         server = Server(url, timeout=ROUTER_TIMEOUT, connect_timeout=ROUTER_TIMEOUT)
         try:
-            return (await server.call("GET", path)).json
-        except RequestError as error:
-            return error
+            for path in ("/workers", "/list_workers"):
+                try:
+                    told = (await server.call("GET", path, timeout=ROUTER_TIMEOUT)).json
+                except RequestError as error:
+                    if error.kind == "connection":
+                        break
+                    continue
+                told = told if isinstance(told, dict) else {}
+                workers = [item.get("url") for item in told.get("workers") or [] if isinstance(item, dict)]
+                urls = [item for item in told.get("urls") or workers if isinstance(item, str)]
+                if found := [re.sub(r"@\d+$", "", item) for item in urls if item.startswith("http")]:
+                    return [*dict.fromkeys(found)]
         finally:
             await server.close()
+        return [url]
 
-    for path in ("/workers", "/list_workers"):
-        try:
-            told = asyncio.run(ask(path))
-        except ValueError as error:
-            raise InputError(f"--url: {error}") from None
-        if isinstance(told, RequestError) and told.kind == "connection":
-            break
-        told = told if isinstance(told, dict) else {}
-        workers = [item.get("url") for item in told.get("workers") or [] if isinstance(item, dict)]
-        urls = [item for item in told.get("urls") or workers if isinstance(item, str)]
-        if found := [re.sub(r"@\d+$", "", item) for item in urls if item.startswith("http")]:
-            return [*dict.fromkeys(found)]
-    return [url]
+    try:
+        return asyncio.run(ask())
+    except ValueError as error:
+        raise InputError(f"--url: {error}") from None
 
 
 def compare_servers(
@@ -352,7 +353,7 @@ def compare_servers(
         notes += [*risks, what + ("no token can be compared" if level is None else str(level))]
         gaps = [np.abs(logit_gap(one, one.rollout_log_probs, one.train_log_probs)) for one in batch]
         precision = "float32" if info.dtype in ("float32", "float") else "16 bits"  # where it tells nothing, too
-        if info.quantization or info.kv_cache_dtype not in WIDE_CACHES:
+        if below_16_bits(info.quantization, info.kv_cache_dtype):
             precision = "quantised"
         if np.isfinite(np.concatenate(gaps)).any():
             compared.append(Rescored(url, precision, batch, gaps, float(np.nanmedian(np.concatenate(gaps)))))
